@@ -13,6 +13,7 @@
 #include <mutex>
 #include <optional>
 
+#include "bench/profile.h"
 #include "bench/stopwatch.h"
 #include "bench/tensor_bytes.h"
 #include "shardproof/comm/checked.h"
@@ -225,11 +226,15 @@ void train_rank(const Task& task, const std::shared_ptr<Comm>& comm, const Recor
     std::vector<TraceRecord> calls;
     at::Tensor loss;
     {
+      std::optional<Profile> profile;
+      if (rank == 0 && !task.profile.empty() && step == task.warmup + task.steps - 1)
+        profile.emplace(task.profile, task.device);
       Timeline* const timeline = records.timeline.get();
       const TimedSpan whole(timeline, rank, fmt::format("step {}", step));
       in_span(timeline, rank, "forward", [&] { loss = training.loss(tokens); });
       in_span(timeline, rank, "backward", [&] { loss.backward(); });
       in_span(timeline, rank, "optimizer", [&] { optimizer.step(); });
+      if (profile) finish(task.device);
       if (check) {
         trained = processor_milliseconds();
         calls = records.trace->of_rank(rank);
@@ -318,6 +323,7 @@ at::Tensor own_tokens(const Task& task, int64_t step, int64_t rank) {
 
 nlohmann::json run(const Task& task, ProcessWorld* processes, std::shared_ptr<Timeline> timeline) {
   if (task.host_pool && task.device.is_cpu()) use_host_pool();
+  if (!task.profile.empty()) prepare_profile(task.device);
   at::mm(at::ones({256, 256}), at::ones({256, 256}));  // brings up what the products need
   const double base = memory_mib("VmRSS:") - shared_mib_of_others();
   nlohmann::json result = task.contestant == "single" ? run_single(task) : run_ours(task, processes, std::move(timeline));

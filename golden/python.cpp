@@ -21,16 +21,17 @@ namespace fs = std::filesystem;
                                 " environment with the torch that this program was built with.");
 }
 
-std::string environment_path() {
-  const char* chosen = std::getenv("SHARDPROOF_VENV");
-  return chosen != nullptr && *chosen != '\0' ? chosen : GOLDEN_VENV;
-}
-
 // The file that the code at `address` was loaded from.
 fs::path loaded_from(const void* address) {
   Dl_info info{};
   if (dladdr(address, &info) == 0 || info.dli_fname == nullptr) return {};
   return info.dli_fname;
+}
+
+std::string environment_path() {
+  const char* chosen = std::getenv("SHARDPROOF_VENV");
+  if (chosen != nullptr && *chosen != '\0') return chosen;
+  return loaded_from(reinterpret_cast<const void*>(&environment_path)).parent_path() / GOLDEN_VENV;
 }
 
 // Two copies of libtorch_cpu in one process would mix: Python must bring the very file that is already

@@ -36,7 +36,6 @@ add_executable(nccl_driver doubles/nccl_driver.cpp)
 shardproof_uses_torch(nccl_driver)
 target_link_libraries(nccl_driver PRIVATE nccl_double)
 shardproof_test(NAME nccl_launch_props LABEL nccl LIBRARIES shardproof_nccl SOURCES launch/nccl_launch_props.cpp)
-target_compile_definitions(nccl_launch_props PRIVATE "NCCL_DRIVER=\"$<TARGET_FILE:nccl_driver>\"")
 add_dependencies(nccl_launch_props nccl_driver)
 
 # The binding itself, where there is one. The doubles have the file name of NCCL's library, so the dynamic loader takes them

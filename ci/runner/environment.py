@@ -15,18 +15,28 @@ import importlib.util, json, os, sys, sysconfig
 v = sysconfig.get_config_var
 spec = importlib.util.find_spec("torch")
 sites = [p for p in sys.path if p and os.path.isdir(p) and any(n.endswith(".dist-info") for n in os.listdir(p))]
-embeds = os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")) and any(
+headers = os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h"))
+embeds = headers and any(
     d and n and os.path.exists(os.path.join(d, n))
     for d in (v("LIBDIR"), v("LIBPL")) for n in (v("LDLIBRARY"), v("INSTSONAME")))
 print(json.dumps({"version": "%d.%d" % sys.version_info[:2], "executable": sys.executable, "sites": sites, "embeds": embeds,
+                  "headers": headers,
                   "torch": os.path.dirname(spec.origin) if spec and spec.origin else None}))
 """
+# GPUs by the driver itself: importing torch takes longer than the first kernel may.
 ASK_GPU = """
-import json, torch
-count = torch.cuda.device_count()
-of = [torch.cuda.get_device_properties(i) for i in range(count)]
-print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "count": count,
-                  "names": [p.name for p in of], "capabilities": sorted({"%d%d" % (p.major, p.minor) for p in of})}))
+import ctypes, json
+cuda, count, names, capabilities = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), [], set()
+assert cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
+for index in range(count.value):
+    device, name, part = ctypes.c_int(), ctypes.create_string_buffer(100), (ctypes.c_int * 2)()
+    cuda.cuDeviceGet(ctypes.byref(device), index)
+    cuda.cuDeviceGetName(name, 100, device)
+    for place, attribute in enumerate((75, 76)):  # major and minor number of the compute capability
+        cuda.cuDeviceGetAttribute(ctypes.byref(part, 4 * place), attribute, device)
+    names.append(name.value.decode())
+    capabilities.add("%d%d" % tuple(part))
+print(json.dumps({"names": names, "capabilities": sorted(capabilities)}))
 """
 
 
@@ -85,7 +95,7 @@ def find_python(root, environment):
             continue
         version = torch_version(said["torch"])
         if version.startswith(TORCH + "."):
-            return said
+            return dict(said, release=version)
         others.append(f"{python} has torch {version or 'of no known version'}")
     where = f"SHARDPROOF_PYTHON={given}" if given else f"{len(seen)} interpreters"
     raise Trouble(f"no Python with torch {TORCH} among {where}{': ' if others else ''}{'; '.join(others)}. Name one by "
@@ -93,7 +103,7 @@ def find_python(root, environment):
 
 
 def gpus(python):
-    return ask(python, ASK_GPU, timeout=300) or {"torch": None, "cuda": None, "count": 0, "names": [], "capabilities": []}
+    return ask(python, ASK_GPU) or {"names": [], "capabilities": []}
 
 
 def lay_over(said, target):

@@ -16,6 +16,9 @@ SAYS_NO_GPU = re.compile(r"CUDA cannot be used here: no (GPU|driver)|needs a GPU
                          r"|^no (GPU|driver)$", re.MULTILINE)
 
 
+running = set()  # processes of commands, which stages side by side start in threads
+
+
 def run(command, log, seconds, environment):
     """The exit code, None where the time was over. The command and all that it started are gone afterwards."""
     with open(log, "a", encoding="utf-8") as file:
@@ -23,12 +26,14 @@ def run(command, log, seconds, environment):
         file.flush()
         process = subprocess.Popen(["/bin/sh", "-c", command], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
                                    env=environment, start_new_session=True)
+        running.add(process)
         try:
             return process.wait(timeout=max(seconds, 1))
         except subprocess.TimeoutExpired:
             return None
         finally:
             end_group(process)
+            running.discard(process)
 
 
 def end_group(process):

@@ -1,15 +1,20 @@
 """One call of ci/gpu: what it finds on the machine, and the stages that it runs."""
+import concurrent.futures
 import datetime
 import glob
+import itertools
 import os
 import random
 import shlex
 import shutil
+import tarfile
+import threading
 import time
 
-from . import Trouble, bundle, environment, execute, summary
+from . import Trouble, archives, environment, execute, prebuilt, summary
 
-BUILDS = ("configure", "build-kernels", "build-tests")
+BUILDS = ("configure", "build-kernels", "build-tests", "build-python")
+LANES_MAX = 8  # of stages side by side: one GPU carries so many
 
 
 def job_count():
@@ -19,31 +24,43 @@ def job_count():
     return max(1, min(len(os.sched_getaffinity(0)), available // (2 * 1024 * 1024)))
 
 
+def lanes():
+    """How many stages run side by side."""
+    return max(2, min(LANES_MAX, len(os.sched_getaffinity(0)) // 2))
+
+
 class Session:
     def __init__(self, root, options):
         self.root, self.options = root, options
         self.begun = time.monotonic()
         self.deadline = self.begun + options.minutes * 60
         self.out, self.build = os.path.abspath(options.out), os.path.abspath(options.build)
-        for folder in (self.path("logs"), self.path("json"), self.build):
+        for folder in (self.out, self.work("logs"), self.work("json"), self.work("profiles")):
             os.makedirs(folder, exist_ok=True)
         before = summary.read_results(self.path("results.json")) if options.go_on else {}
         self.results = {"begun": datetime.datetime.now().isoformat(timespec="seconds"), "notes": [],
                         "seed": before.get("seed", random.SystemRandom().randrange(2**31)), "stages": before.get("stages", {})}
         if options.go_on:  # what an earlier call has built takes no time now, which would tell nobody anything
-            self.results["first_gpu_stage_seconds"] = before.get("first_gpu_stage_seconds")
+            self.results["first_verdict_seconds"] = before.get("first_verdict_seconds")
         self.now_passed = set()
+        self.lock = threading.Lock()  # of results and output, while stages run side by side
         self.cuda_home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+        self.programs = self.build
         self.commands = dict(os.environ)  # the environment of commands
 
     def path(self, *names):
+        """Of the few files that a call leaves."""
         return os.path.join(self.out, *names)
 
+    def work(self, *names):
+        """Of what stages write, which `save` packs."""
+        return os.path.join(self.build, "report-work", *names)
+
     def json_of(self, stage):
-        return self.path("json", stage.name + ".jsonl")
+        return self.work("json", stage.name + ".jsonl")
 
     def say(self, text):
-        print(f"[gpu {time.monotonic() - self.begun:5.0f}s] {text}", flush=True)
+        print(f"[gpu {time.monotonic() - self.begun:5.0f}s] {text}\n", end="", flush=True)  # one write, by any thread
 
     def note(self, text):
         self.say(text)
@@ -51,11 +68,30 @@ class Session:
 
     def run(self, stages):
         self.find_machine()
-        for stage in self.in_order(stages):
-            self.results["stages"][stage.name] = self.run_stage(stage)
-            self.save(stages)
+        for alone, group in itertools.groupby(self.in_order(stages), key=lambda stage: stage.alone):
+            self.run_group(list(group), 1 if alone else lanes(), stages)
         self.save(stages)
         return self.verdict(stages)
+
+    def run_group(self, group, width, stages):
+        """So many at a time. Who interrupts this ends the commands too."""
+        with concurrent.futures.ThreadPoolExecutor(width) as pool:
+            try:
+                for done in [pool.submit(self.run_and_save, stage, stages) for stage in group]:
+                    done.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in list(execute.running):
+                    execute.end_group(process)
+                raise
+
+    def run_and_save(self, stage, stages):
+        result = self.run_stage(stage)
+        with self.lock:
+            self.results["stages"][stage.name] = result
+            self.save(stages)
+            if self.profiles_of(stage):
+                self.pack("profiles.tar.gz", "profiles")
 
     # What is there.
 
@@ -63,32 +99,51 @@ class Session:
         self.python = environment.find_python(self.root, os.environ)
         tools = [os.path.dirname(self.python["executable"]), os.path.join(self.cuda_home, "bin")]
         self.commands["PATH"] = os.pathsep.join([os.environ.get("PATH", "/usr/bin:/bin"), *tools])
-        self.commands.pop("SHARDPROOF_VENV", None)  # the build's own is meant
-        for tool in ("cmake", "c++"):
-            if not shutil.which(tool, path=self.commands["PATH"]):
-                raise Trouble(f"there is no {tool} on the PATH or beside {self.python['executable']}")
         gpu = environment.gpus(self.python["executable"])
-        self.has_gpu = gpu["count"] > 0 and not self.options.rehearse
+        self.has_gpu = bool(gpu["names"]) and not self.options.rehearse
         self.capabilities = gpu["capabilities"]
-        self.results["machine"] = {"gpus": gpu["names"], "torch": gpu["torch"] or "(does not import)", "cuda": gpu["cuda"],
-                                   "python": self.python["version"], "cores": len(os.sched_getaffinity(0)),
-                                   "interpreter": self.python["executable"]}
-        self.note(f"torch {gpu['torch']} of {self.python['executable']}; {', '.join(gpu['names']) or 'no GPU'}; "
+        self.results["machine"] = {"gpus": gpu["names"], "torch": self.python["release"], "python": self.python["version"],
+                                   "cores": len(os.sched_getaffinity(0)), "interpreter": self.python["executable"]}
+        self.note(f"torch {self.python['release']} of {self.python['executable']}; {', '.join(gpu['names']) or 'no GPU'}; "
                   f"{job_count()} jobs; {self.options.minutes:g} minutes")
-        self.lay_out()
+        self.lay_out(self.take_prebuilt())
 
-    def lay_out(self):
-        """The environment and the libraries that the build uses."""
-        env = os.path.join(self.build, "env")
-        packages = environment.lay_over(self.python, env)
+    def take_prebuilt(self):
+        """The folder of programs that were built elsewhere. None where they are to be built here."""
+        folder = None
+        if self.options.prebuilt:
+            folder, why_not = prebuilt.take(self.options.prebuilt, os.path.join(self.build, "prebuilt"), self.root, self.python)
+            self.note(f"built elsewhere, from {prebuilt.tree_of(folder)}" if folder
+                      else f"{self.options.prebuilt} does not load here, so this builds: {why_not}")
+        if not folder:
+            for tool in ("cmake", "c++"):
+                if not shutil.which(tool, path=self.commands["PATH"]):
+                    raise Trouble(f"there is no {tool} on the PATH or beside {self.python['executable']}")
+        return folder
+
+    def lay_out(self, folder):
+        """The environment, and the libraries that a build uses."""
+        self.environment = os.path.join(self.build, "env")
+        packages = environment.lay_over(self.python, self.environment)
         self.libraries = None
         if self.options.bundle:
-            unpacked = bundle.unpack(self.options.bundle, os.path.join(self.build, "bundle"))
-            count, unfit = bundle.install_wheels(unpacked, packages, self.python["version"])
-            self.libraries = unpacked
-            self.note(f"{count} wheels of the bundle lie over that Python's packages"
+            self.libraries = archives.unpack(self.options.bundle, os.path.join(self.build, "bundle"), "bundle")
+        for wheels in filter(None, (self.libraries, folder)):
+            count, unfit = archives.install_wheels(wheels, packages, self.python["version"])
+            self.note(f"{count} wheels lie over that Python's packages"
                       + (f"; not for Python {self.python['version']}: {', '.join(unfit)}" if unfit else ""))
-        self.environment = env
+        if folder:
+            self.programs = folder
+            self.now_passed |= set(BUILDS)
+            prebuilt.link(self.environment, os.path.join(folder, "env"))
+            prebuilt.lay_tests(folder, self.root, self.tool_of_environment("python"))
+        # Programs look for Python where they were built for it to be, unless this says where.
+        self.commands["SHARDPROOF_VENV"] = self.environment
+        self.commands["PYTHONPATH"] = os.path.join(self.programs, "python")
+        self.commands["PYTHONDONTWRITEBYTECODE"] = self.commands["HF_HUB_OFFLINE"] = "1"
+
+    def tool_of_environment(self, name):
+        return os.path.join(self.environment, "bin", name)
 
     # Running stages.
 
@@ -98,7 +153,7 @@ class Session:
         for stage in reversed(stages):
             if stage.name in wanted:
                 wanted |= set(stage.needs)
-        chosen = [stage for stage in stages if not wanted or stage.name in wanted]
+        chosen = [stage for stage in stages if (not wanted or stage.name in wanted) and stage.name not in self.now_passed]
         status = {name: result["status"] for name, result in self.results["stages"].items()}
         chosen = [stage for stage in chosen if stage.name in BUILDS or status.get(stage.name) not in execute.FINAL]
         failed = [stage for stage in chosen if stage.name not in BUILDS and status.get(stage.name) == execute.FAILED]
@@ -106,9 +161,12 @@ class Session:
 
     def run_stage(self, stage):
         status, detail, seconds = self.try_stage(stage)
-        if status == execute.PASSED:
-            self.now_passed.add(stage.name)
-        self.say(f"{stage.name}: {status}{': ' + detail if detail else ''} ({seconds:.0f} s)")
+        with self.lock:
+            if status == execute.PASSED:
+                self.now_passed.add(stage.name)
+            if stage.name not in BUILDS:
+                self.results.setdefault("first_verdict_seconds", round(time.monotonic() - self.begun, 1))
+            self.say(f"{stage.name}: {status}{': ' + detail if detail else ''} ({seconds:.0f} s)")
         return {"status": status, "detail": detail, "seconds": round(seconds, 1), "log": f"logs/{stage.name}.log"}
 
     def try_stage(self, stage):
@@ -123,10 +181,8 @@ class Session:
         if left < stage.least:
             return execute.NO_TIME, f"{left:.0f} s are left, and it takes {stage.least} at least", 0
         self.say(f"{stage.name}: {stage.title}")
-        if stage.name not in BUILDS:
-            self.results.setdefault("first_gpu_stage_seconds", round(time.monotonic() - self.begun, 1))
-        log = self.path("logs", stage.name + ".log")
-        for stale in (log, self.json_of(stage), self.junit(stage)):
+        log = self.work("logs", stage.name + ".log")
+        for stale in (log, self.json_of(stage), self.junit(stage), *self.profiles_of(stage)):
             if os.path.exists(stale):
                 os.unlink(stale)
         begin = time.monotonic()
@@ -141,7 +197,10 @@ class Session:
         return status, "" if stage.name in BUILDS and status == execute.PASSED else detail, time.monotonic() - begin
 
     def junit(self, stage):
-        return self.path("json", stage.name + ".xml")
+        return self.work("json", stage.name + ".xml")
+
+    def profiles_of(self, stage):
+        return glob.glob(glob.escape(self.work("profiles", stage.name)) + "*")
 
     def command_of(self, stage):
         """The command for the shell, and else why there is none."""
@@ -149,16 +208,19 @@ class Session:
             return self.configure_command(), None
         if stage.targets:
             targets = " ".join(stage.targets)
+            if stage.name == "build-python" and not self.python["headers"]:
+                return None, f"{self.python['executable']} has no headers"
             return f"cmake --build {shlex.quote(self.build)} --parallel {job_count()} --target {targets}", None
         template = stage.rehearsal if self.options.rehearse else stage.command
         if not template:
             return None, "nothing of it is left without a GPU"
-        values = {"build": self.build, "scratch": os.path.join(self.build, "scratch"), "failures": self.path("failures"),
-                  "json": self.json_of(stage), "junit": self.junit(stage)}
+        values = {"build": self.programs, "root": self.root, "python": self.tool_of_environment("python"),
+                  "scratch": os.path.join(self.build, "scratch", stage.name), "failures": self.work("failures"),
+                  "json": self.json_of(stage), "junit": self.junit(stage), "profile": self.work("profiles", stage.name)}
         os.makedirs(values["scratch"], exist_ok=True)
         values = {name: shlex.quote(value) for name, value in values.items()}
         left = (self.deadline - time.monotonic()) / 60
-        values |= {"seed": self.results["seed"], "minutes": f"{max(0.5, min(5, left / 4)):.1f}"}
+        values |= {"seed": self.results["seed"], "minutes": f"{max(0.5, min(5, left / 6)):.1f}", "jobs": max(1, lanes() // 2)}
         if stage.tool:
             tool = self.find_tool(stage.tool)
             if not tool:
@@ -176,6 +238,8 @@ class Session:
         if not self.python["embeds"]:
             self.note(f"{self.python['executable']} has no headers or no library to link, so its oracle is left out")
             options.append("-DSHARDPROOF_EMBED_PYTHON=OFF")
+        if not self.python["headers"]:
+            options.append("-DSHARDPROOF_PYTHON=OFF")
         if self.libraries:
             source, prefix = os.path.join(self.libraries, "sources", "googletest"), os.path.join(self.libraries, "prefix")
             tree = shlex.quote(os.path.join(self.build, "googletest"))
@@ -193,12 +257,25 @@ class Session:
     # What is left behind.
 
     def save(self, stages):
+        """A few files, after each stage, since the machine may be taken away."""
         summary.write_results(self.path("results.json"), self.results)
+        self.pack("logs.tar.gz", "logs", "json", "failures")
         with open(self.path("summary.md"), "w", encoding="utf-8") as file:
-            file.write(summary.page(self.results, stages, self.json_of))
+            file.write(summary.page(self.results, self.shown(stages), self.json_of))
+
+    def pack(self, name, *folders):
+        with tarfile.open(self.path(name + ".new"), "w:gz", compresslevel=3) as archive:
+            for folder in filter(os.path.exists, map(self.work, folders)):
+                archive.add(folder, arcname=os.path.basename(folder))
+        os.replace(self.path(name + ".new"), self.path(name))
+
+    def shown(self, stages):
+        """Without the builds, where there were none."""
+        return [stage for stage in stages if self.programs == self.build or stage.name not in BUILDS]
 
     def verdict(self, stages):
-        status = {stage.name: self.results["stages"].get(stage.name, {}).get("status", execute.NOT_RUN) for stage in stages}
+        status = {stage.name: self.results["stages"].get(stage.name, {}).get("status", execute.NOT_RUN)
+                  for stage in self.shown(stages)}
         count = {word: list(status.values()).count(word) for word in sorted(set(status.values()))}
         self.say(f"{', '.join(f'{number} {word}' for word, number in count.items())}; see {self.path('summary.md')}")
         if any(word in (execute.FAILED, execute.TIMED_OUT) for word in status.values()):

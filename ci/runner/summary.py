@@ -36,11 +36,15 @@ def figure(row):
     if kind == "bench":
         return (f"{row['model']} {row['precision']} on {row['device']}, {row['contestant']}: {row['step_ms_median']:.1f} ms a "
                 f"step, {row['ratio_median']:.3f} of the unsharded step, peak {row['peak_mib']:.0f} MiB")
+    if kind == "python_step":
+        return (f"{row['model']} {row['precision']} on {row['device']} from Python, {row['contestant']}: "
+                f"{row['step_ms_median']:.1f} ms a step ({row['step_ms_min']:.1f} to {row['step_ms_max']:.1f}), peak "
+                f"{row['peak_mib']:.0f} MiB")
     if kind == "kernel":
         return f"{row['kernel']}: {row['gb_per_s_median']:.0f} GB/s, {row['share_of_copy_median']:.2f} of a copy"
     if kind == "bench_checkpoint":
-        ours, theirs = (statistics.median(row[key]) for key in ("ours_ms", "pytorch_ms"))
-        return f"checkpoint, {row['timed']}: {ours:.0f} ms, PyTorch {theirs:.0f} ms"
+        theirs = f", PyTorch {statistics.median(row['pytorch_ms']):.0f} ms" if row.get("pytorch_ms") else ""
+        return f"checkpoint, {row['timed']}: {statistics.median(row['ours_ms']):.0f} ms{theirs}"
     return None
 
 
@@ -50,9 +54,9 @@ def page(results, stages, json_of):
     lines = [f"# GPU run of {results['begun']}", "",
              f"{gpu}; torch {machine['torch']} for Python {machine['python']}; {machine['cores']} cores; "
              f"seed {results['seed']}.", ""]
-    first = results.get("first_gpu_stage_seconds")
+    first = results.get("first_verdict_seconds")
     if first is not None:
-        lines += [f"From the start of ci/gpu to the first test of a kernel: {first:.0f} s.", ""]
+        lines += [f"From the start of ci/gpu to the verdict of the first kernel: {first:.1f} s.", ""]
     lines += [f"- {note}" for note in results["notes"]] + [""]
     lines += ["| stage | | seconds | |", "|---|---|---|---|"]
     for stage in stages:

@@ -1,11 +1,17 @@
 """What `bench` writes besides its table: the trace of rank-threads and of processes."""
+import io
 import json
 import os
 import subprocess
+import sys
 import unittest
 import xml.etree.ElementTree
+from contextlib import redirect_stdout
+from unittest import mock
 
 from scratch import ScratchCase
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 SHARDPROOF = os.path.join(os.environ.get("SHARDPROOF_BUILD", "build"), "shardproof")
 
@@ -112,12 +118,38 @@ class BenchFiles(ScratchCase):
             self.assertAlmostEqual(float(bar.get("width")) / float(bars[0].get("width")), steps[name] / steps[names[0]],
                                    delta=0.02 + 0.06 * steps[name] / steps[names[0]])
 
+    def test_a_profile_has_what_a_step_computes_and_its_memory_over_time(self):
+        path = self.path("profile.json")
+        done = subprocess.run([SHARDPROOF, "bench", "--model", "tiny", "--ranks", "1", "--steps", "1", "--warmup", "1",
+                               "--rounds", "1", "--profile", path], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, text=True, check=False)
+        self.assertEqual(done.returncode, 0, done.stdout)
+        page = subprocess.run([sys.executable, os.path.join(ROOT, "bench", "read_profile.py"), path], stdout=subprocess.PIPE,
+                              text=True, check=True).stdout
+        self.assertRegex(page, r"(?m)^ +\d+[.]\d+ ms x\d+ +aten::mm$")
+        self.assertRegex(page, r"(?m)^memory of the host, at most [1-9]\d*[.]\d MiB; from the first allocation to the last")
+
+    def test_contestants_of_the_step_from_python_have_to_agree_in_their_losses(self):
+        sys.path.insert(0, os.path.join(ROOT, "bench"))
+        import llama_step  # pylint: disable=import-outside-toplevel
+        row = {"step_ms_median": 1.0, "step_ms_min": 1.0, "step_ms_max": 1.0, "peak_mib": 0.0}
+        for difference, code, word in ((5e-5, 0, "losses 5.0000 to 4.0000"), (2e-4, 1, "TOO FAR")):
+            losses = {"plain": [5.0, 4.0], "ours": [5.0, 4 * (1 + difference)]}
+            with mock.patch.object(llama_step, "run", lambda name, *_: dict(row, contestant=name, losses=losses[name])):
+                out = io.StringIO()
+                with redirect_stdout(out):
+                    given = ["plain,ours,megatron", "--device", "cpu", "--precision", "fp32", "--json", self.path("rows")]
+                    self.assertEqual(llama_step.main(given), code)
+            self.assertIn(word, out.getvalue())
+            self.assertIn("megatron: left out: ", out.getvalue())
+
     def test_a_file_that_cannot_be_written_is_an_error(self):
-        done = subprocess.run([SHARDPROOF, "bench", "--model", "tiny", "--steps", "1", "--warmup", "0", "--rounds", "1",
-                               "--trace", self.path("no/such/folder/trace")], stdin=subprocess.DEVNULL,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-        self.assertEqual(done.returncode, 2, done.stdout)
-        self.assertIn("cannot write the trace", done.stdout)
+        for what in ("trace", "profile"):
+            done = subprocess.run([SHARDPROOF, "bench", "--model", "tiny", "--steps", "1", "--warmup", "0", "--rounds", "1",
+                                   "--" + what, self.path("no/such/folder/file")], stdin=subprocess.DEVNULL,
+                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+            self.assertEqual(done.returncode, 2, done.stdout)
+            self.assertIn("cannot write the " + what, done.stdout)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,26 @@
-"""ci/gpu and ci/bundle, as far as a machine without a GPU and an index goes."""
+"""ci/gpu and ci/bundle, as far as a machine without a GPU and an index goes. ci/prebuilt: prebuilt_test.py."""
 import argparse
 import io
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 import unittest
 import zipfile
 from contextlib import redirect_stdout
+from unittest import mock
 
 from scratch import ScratchCase
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, os.path.join(ROOT, "ci"))
-from runner import Trouble, bundle, environment, execute, session, stages, summary  # noqa: E402
+from runner import Trouble, archives, environment, execute, session, stages, summary  # noqa: E402
 
 NO_DRIVER = "[cuda] CUDA cannot be used here: no driver. Use the CPU, or look at nvidia-smi"
 
@@ -26,7 +29,7 @@ class Machine(session.Session):
     """A session that has found its machine already, and builds nothing."""
 
     def find_machine(self):
-        self.has_gpu = False
+        self.has_gpu, self.environment = False, self.build
         self.results["machine"] = {"gpus": [], "torch": "2.11.0", "python": "3.12", "cores": 2}
 
 
@@ -41,7 +44,7 @@ def write(path, text, mode=0o644):
 class Gpu(ScratchCase):
     def run_stages(self, *given, go_on=False, minutes=1.0, only=""):
         options = argparse.Namespace(out=self.path("out"), build=self.path("build"), minutes=minutes, go_on=go_on, only=only,
-                                     rehearse=False, bundle=None)
+                                     rehearse=False, bundle=None, prebuilt=None)
         with redirect_stdout(io.StringIO()):
             code = Machine(ROOT, options).run(given)
         results = summary.read_results(self.path("out/results.json"))["stages"]
@@ -52,7 +55,7 @@ class Gpu(ScratchCase):
             return file.read().split()
 
     def stage(self, name, command="true", **more):
-        return stages.Stage(name, "Title", f"echo {name} >> {self.path('ran')}; {command}", least=0, **more)
+        return stages.Stage(name, "Title", f"echo {name} >> {self.path('ran')}; {command}", least=0, **{"alone": True, **more})
 
     # Stages.
 
@@ -61,13 +64,13 @@ class Gpu(ScratchCase):
         code, status = self.run_stages(self.stage("first"), broken, self.stage("third"))
         self.assertEqual((code, status), (1, {"first": "passed", "broken": "failed", "third": "passed"}))
         results = summary.read_results(self.path("out/results.json"))
-        before = results["first_gpu_stage_seconds"] = 77.0
+        before = results["first_verdict_seconds"] = 77.0
         summary.write_results(self.path("out/results.json"), results)
         write(self.path("mended"), "")
         code, status = self.run_stages(self.stage("first"), broken, self.stage("third"), self.stage("new"), go_on=True)
         self.assertEqual((code, status["broken"]), (0, "passed"))
-        # When the first test began is the first call's to say: later ones find things built.
-        self.assertEqual(summary.read_results(self.path("out/results.json"))["first_gpu_stage_seconds"], before)
+        # When the first verdict came is the first call's to say: later ones find things built.
+        self.assertEqual(summary.read_results(self.path("out/results.json"))["first_verdict_seconds"], before)
         self.assertEqual(self.ran(), ["first", "broken", "third", "new", "broken"])
 
     def test_a_stage_whose_time_is_over_ends_with_all_that_it_started(self):
@@ -77,6 +80,17 @@ class Gpu(ScratchCase):
         self.assertEqual((code, status), (1, {"long": "timed out", "next": "passed"}))
         time.sleep(max(0.0, begin + 4 - time.monotonic()))
         self.assertFalse(os.path.exists(self.path("late")))
+
+    def test_an_interrupt_ends_all_stages_that_run_side_by_side(self):
+        def long(name):
+            return self.stage(name, "sleep 60", alone=False)
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        begin = time.monotonic()
+        with self.assertRaises(KeyboardInterrupt), mock.patch.object(session, "lanes", lambda: 2):
+            self.run_stages(long("left"), long("right"), long("never"))
+        self.assertLess(time.monotonic() - begin, 30)
+        self.assertEqual(sorted(self.ran()), ["left", "right"])
+        self.assertEqual(execute.running, set())
 
     def test_a_stage_for_which_too_little_time_is_left_runs_when_the_next_call_continues(self):
         def stage(least):
@@ -95,15 +109,45 @@ class Gpu(ScratchCase):
 
     def test_the_summary_names_every_stage_and_its_figures(self):
         figure = json.dumps({"type": "kernel", "kernel": "adamw", "gb_per_s_median": 2400.0, "share_of_copy_median": 0.87})
-        file = write(self.path("figure"), figure)
+        saves = [{"type": "bench_checkpoint", "timed": "save", "ours_ms": [4.0], "pytorch_ms": [9.0]},
+                 {"type": "bench_checkpoint", "timed": "step_with_save", "ours_ms": [7.0]}]
+        file = write(self.path("figure"), "\n".join([figure, *map(json.dumps, saves)]))
         self.run_stages(self.stage("bench", f"cp {file} {{json}}", json=True), self.stage("broken", "echo why; false"),
                         self.stage("build", "echo 'x.h:4: fatal error: y.h: No such file | or so'; echo stopped; false"))
         with open(self.path("out/summary.md"), encoding="utf-8") as file:
             page = file.read()
         for text in ("| bench: Title | **passed** |", "| broken: Title | **failed** |", "exit code 1: why",
                      "x.h:4: fatal error: y.h: No such file \\| or so |",
-                     "adamw: 2400 GB/s, 0.87 of a copy"):
+                     "adamw: 2400 GB/s, 0.87 of a copy", "checkpoint, save: 4 ms, PyTorch 9 ms\n",
+                     "checkpoint, step_with_save: 7 ms\n"):
             self.assertIn(text, page)
+
+    def test_stages_that_judge_run_side_by_side_and_those_that_time_run_alone(self):
+        # Each of the pair waits for the other to have begun; alone, it would wait until its time is over.
+        def meets(own, other):
+            return self.stage(own, f"touch {self.path(own + '_begun')}; while ! test -e {self.path(other + '_begun')}; do "
+                              "sleep 0.02; done", alone=False, most=30)
+        def times(name):
+            return self.stage(name, f"! test -e {self.path('timing')} && touch {self.path('timing')} && sleep 0.1; "
+                              f"code=$?; rm -f {self.path('timing')}; exit $code")
+        code, status = self.run_stages(meets("left", "right"), meets("right", "left"), times("first"), times("second"))
+        self.assertEqual((code, set(status.values())), (0, {"passed"}))
+        self.assertEqual(self.ran()[2:], ["first", "second"])
+
+    def test_stages_with_times_are_alone_and_the_first_kernel_comes_before_all_others(self):
+        runs = [stage for stage in stages.STAGES if not stage.targets and stage.name != "configure"]
+        self.assertEqual(runs[0].name, "first-kernel")
+        alone = [stage.name for stage in runs if stage.alone]
+        self.assertEqual(alone, ["first-kernel"] + [stage.name for stage in runs if re.match("bench-|step-", stage.name)])
+        self.assertEqual([stage.name for stage in runs[-len(alone) + 1:]], alone[1:])  # one group side by side before them
+
+    def test_few_files_come_back(self):
+        self.run_stages(*(self.stage(f"stage{index}", "echo {profile} > {profile}.json") for index in range(9)))
+        left = sorted(os.listdir(self.path("out")))
+        self.assertEqual(left, ["logs.tar.gz", "profiles.tar.gz", "results.json", "summary.md"])
+        with tarfile.open(self.path("out/logs.tar.gz")) as logs, tarfile.open(self.path("out/profiles.tar.gz")) as profiles:
+            self.assertLessEqual({f"logs/stage{index}.log" for index in range(9)}, set(logs.getnames()))
+            self.assertLessEqual({f"profiles/stage{index}.json" for index in range(9)}, set(profiles.getnames()))
 
     # Verdicts.
 
@@ -123,12 +167,15 @@ class Gpu(ScratchCase):
             self.skipTest("this machine has a GPU")
         build = os.environ["SHARDPROOF_BUILD"]
         values = {"build": build, "scratch": self.path("s"), "failures": self.path("f"), "json": self.path("j"),
-                  "junit": self.path("x"), "seed": 7, "minutes": "0.1"}
-        tried = [stage for stage in stages.STAGES if re.search(r"shardproof .*(--device cuda|kernels --mib)", stage.command)]
+                  "junit": self.path("x"), "seed": 7, "minutes": "0.1", "jobs": 1, "ctest": "ctest", "root": ROOT,
+                  "python": sys.executable, "profile": self.path("p")}
+        of_a_gpu = r"(shardproof|[.]py) .*(--device cuda|kernels --mib)"
+        tried = [stage for stage in stages.STAGES if re.search(of_a_gpu, stage.command)]
         self.assertGreaterEqual(len(tried), 8)
         for stage in tried:
             log = self.path(stage.name + ".log")
-            code = execute.run(stage.command.format(**values), log, 60, dict(os.environ))
+            environment_of = dict(os.environ, PYTHONPATH=os.path.join(build, "python"))
+            code = execute.run(stage.command.format(**values), log, 60, environment_of)
             with open(log, encoding="utf-8") as file:
                 status, detail = execute.judge(code, file.read(), False)
             self.assertEqual(status, "no GPU", f"{stage.name}: {detail}")
@@ -146,6 +193,19 @@ class Gpu(ScratchCase):
             environment.find_python(self.root, {"SHARDPROOF_PYTHON": python})
         with self.assertRaisesRegex(Trouble, "no Python with torch 2.11 among SHARDPROOF_PYTHON=/nowhere"):
             environment.find_python(self.root, {"SHARDPROOF_PYTHON": "/nowhere"})
+
+    def test_gpus_are_counted_by_the_driver_without_torch(self):
+        self.assertNotIn("torch", environment.ASK_GPU)
+        write(self.path("driver.c"), """#include <string.h>
+            int cuInit(unsigned flags) { return flags; }
+            int cuDeviceGetCount(int* count) { *count = 2; return 0; }
+            int cuDeviceGet(int* device, int index) { *device = 40 + index; return 0; }
+            int cuDeviceGetName(char* name, int bytes, int device) { strcpy(name, device == 41 ? "B" : "A"); return bytes < 2; }
+            int cuDeviceGetAttribute(int* value, int what, int device) { *value = what == 75 ? device - 31 : 0; return 0; }""")
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", self.path("libcuda.so.1"), self.path("driver.c")], check=True)
+        said = subprocess.run([sys.executable, "-c", environment.ASK_GPU], stdout=subprocess.PIPE, check=True,
+                              env=dict(os.environ, LD_LIBRARY_PATH=self.root))
+        self.assertEqual(json.loads(said.stdout), {"names": ["A", "B"], "capabilities": ["100", "90"]})
 
     def test_an_environment_that_nobody_activated_is_found(self):
         write(self.path("images/torch/lib/python3.12/site-packages/torch/version.py"), "")
@@ -166,12 +226,12 @@ class Gpu(ScratchCase):
                                "sh", "-c", script + "\necho built > kept; exit 3"], stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, text=True, check=False)
         self.assertEqual(done.returncode, 3, f"{holds}\n{done.stdout}")
-        self.assertEqual(bundle.read(self.path("bare/tree/kept")), "built\n")
+        self.assertEqual(archives.read(self.path("bare/tree/kept")), "built\n")
 
     # The bundle.
 
     def make_bundle(self, **wheels):
-        folder = self.path(bundle.FOLDER)
+        folder = self.path(archives.folder_of("bundle"))
         write(os.path.join(folder, "bundle.json"), json.dumps({"python": "3.12", "contents": []}))
         for name, text in wheels.items():
             os.makedirs(os.path.join(folder, "wheels"), exist_ok=True)
@@ -179,7 +239,7 @@ class Gpu(ScratchCase):
                 wheel.writestr("tool/__init__.py", text)
                 wheel.writestr("tool-2.dist-info/RECORD", "tool/__init__.py,,\ntool-2.dist-info/RECORD,,\n")
         with tarfile.open(self.path("b.tar.gz"), "w:gz") as archive:
-            archive.add(folder, arcname=bundle.FOLDER)
+            archive.add(folder, arcname=archives.folder_of("bundle"))
         return self.path("b.tar.gz")
 
     def test_wheels_are_laid_over_links_and_leave_what_the_links_mean(self):
@@ -189,11 +249,11 @@ class Gpu(ScratchCase):
         os.makedirs(packages)
         for name in os.listdir(self.path("python")):
             os.symlink(os.path.join(self.path("python"), name), os.path.join(packages, name))
-        unpacked = bundle.unpack(self.make_bundle(**{"tool__2__py3__none__any": "new", "far__2__cp312__cp312__linux": ""}),
-                                 self.path("unpacked"))
-        self.assertEqual(bundle.install_wheels(unpacked, packages, "3.11"), (1, ["far"]))
-        self.assertEqual(bundle.read(os.path.join(packages, "tool", "__init__.py")), "new")
-        self.assertEqual(bundle.read(theirs), "old")
+        unpacked = archives.unpack(self.make_bundle(**{"tool__2__py3__none__any": "new", "far__2__cp312__cp312__linux": ""}),
+                                   self.path("unpacked"), "bundle")
+        self.assertEqual(archives.install_wheels(unpacked, packages, "3.11"), (1, ["far"]))
+        self.assertEqual(archives.read(os.path.join(packages, "tool", "__init__.py")), "new")
+        self.assertEqual(archives.read(theirs), "old")
         self.assertEqual(sorted(os.listdir(packages)), ["tool", "tool-2.dist-info"])
 
     def test_a_damaged_bundle_and_a_stranger_are_refused(self):
@@ -201,18 +261,18 @@ class Gpu(ScratchCase):
         with open(archive, "r+b") as file:
             file.truncate(os.path.getsize(archive) // 2)
         with self.assertRaisesRegex(Trouble, "damaged"):
-            bundle.unpack(archive, self.path("unpacked"))
+            archives.unpack(archive, self.path("unpacked"), "bundle")
         with tarfile.open(self.path("other.tar.gz"), "w:gz") as other:
             other.add(write(self.path("file"), ""), arcname="file")
         with self.assertRaisesRegex(Trouble, "ci/bundle did not write it"):
-            bundle.unpack(self.path("other.tar.gz"), self.path("unpacked"))
-        with self.assertRaisesRegex(Trouble, "cannot read the bundle"):
-            bundle.unpack(self.path("none.tar.gz"), self.path("unpacked"))
+            archives.unpack(self.path("other.tar.gz"), self.path("unpacked"), "bundle")
+        with self.assertRaisesRegex(Trouble, "cannot read .*none.tar.gz"):
+            archives.unpack(self.path("none.tar.gz"), self.path("unpacked"), "bundle")
 
     def test_the_pins_name_the_release_of_transformers_that_the_set_up_installs(self):
-        requirements = bundle.read(os.path.join(ROOT, "ci", "requirements", "run.in"))
+        requirements = archives.read(os.path.join(ROOT, "ci", "requirements", "run.in"))
         wanted = re.search(r"transformers==([\d.]+)\*", requirements).group(1)
-        pins = [line.split() for line in bundle.read(os.path.join(ROOT, "ci", "bundle_pins.txt")).splitlines()[1:]]
+        pins = [line.split() for line in archives.read(os.path.join(ROOT, "ci", "bundle_pins.txt")).splitlines()[1:]]
         self.assertTrue(all(len(pin) == 5 and re.fullmatch("[0-9a-f]{64}", pin[4]) for pin in pins))
         release = {pin[1]: pin[2] for pin in pins}
         self.assertTrue(release["transformers"].startswith(wanted))

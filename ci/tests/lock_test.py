@@ -16,7 +16,7 @@ TORCH = pinned("torch==2.11.0", "a")
 PINNED = TORCH + pinned("numpy==2.4.6 ; python_full_version < '3.12'", "b") + \
     pinned("numpy==2.5.5 ; python_full_version >= '3.12'", "c")
 CLEAN = {"run.in": "# What a build needs.\ntorch==2.11.*\nnumpy\n", "run.lock": "# A lock.\n" + PINNED}
-for other in ("cuda", "docs", "mutants", "tools", "zoo"):
+for other in ("cuda", "docs", "mutants", "peers", "tools", "zoo"):
     CLEAN[other + ".in"] = "some_tool==1.*\n"
     CLEAN[other + ".lock"] = pinned("some-tool==1.2", "d")
 

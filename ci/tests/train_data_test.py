@@ -3,9 +3,10 @@ import json
 import os
 import shutil
 import struct
+import subprocess
 import unittest
 
-from training_runs import TrainingRuns, data_checksum
+from training_runs import ENVIRONMENT, MODEL, SHARDPROOF, TrainingRuns, data_checksum
 
 TOKENS_MODEL = "gpt(layers=1,hidden=8,heads=2,vocab=700,positions=6)"
 
@@ -143,6 +144,19 @@ class TrainData(TrainingRuns):
         folder = os.path.dirname(self.write("c/d", b"ab"))
         self.expect_refused("no .bin files under", "--token-type", "uint16", "--data", folder)
         self.expect_refused("--data-seed needs --shuffle", "--data-seed", "4")
+
+    def test_without_data_it_trains_on_a_text_that_the_program_makes_wherever_it_runs(self):
+        command = [SHARDPROOF, "train", "--model", MODEL, "--seq", "6", "--steps", "1", "--json", "-", "--quiet"]
+        lines = set()
+        for environment in (ENVIRONMENT, {"PATH": "/nowhere"}):
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=True, cwd="/",
+                                  env=environment)
+            run, step = (json.loads(line) for line in done.stdout.splitlines()[:2])
+            self.assertEqual((run["files"], run["bytes"]), (1, 2**20))
+            lines.add((step["loss"], step["data_fnv1a"]))
+        self.assertEqual(len(lines), 1)
+        done = subprocess.run([*command, "--token-type", "uint16"], capture_output=True, text=True, check=False)
+        self.assertIn("--token-type uint16 needs --data", done.stderr)
 
 
 if __name__ == "__main__":

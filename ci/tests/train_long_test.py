@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import sysconfig
 import time
 import unittest
 
@@ -20,8 +21,9 @@ class TrainLong(TrainingRuns):
         report = os.path.join(self.folder, f"steps_{len(os.listdir(self.folder))}.json")
         with open(report + ".log", "w", encoding="utf-8") as log:
             process = subprocess.Popen(  # pylint: disable=consider-using-with
-                [SHARDPROOF, "train", "--model", MODEL, "--seq", "32", "--global-batch", "8", "--microbatch", "2",
-                 "--arithmetic", "canonical", "--shuffle", "--validation-part", "0.001", "--validation-sequences", "8",
+                [SHARDPROOF, "train", "--data", sysconfig.get_paths()["stdlib"], "--model", MODEL, "--seq", "32",
+                 "--global-batch", "8", "--microbatch", "2", "--arithmetic", "canonical", "--shuffle",
+                 "--validation-part", "0.001", "--validation-sequences", "8",
                  "--validate-every", str(STEPS // 10), "--steps", str(STEPS), "--mesh", mesh, "--strategy", strategy,
                  "--checkpoint-dir", folder, "--save-every", str(STEPS // 20), "--keep", "2", "--json", report, *more],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=ENVIRONMENT)

@@ -22,6 +22,7 @@
 #include "harness/commands/commands.h"
 #include "harness/commands/json_lines.h"
 #include "harness/commands/launch_options.h"
+#include "harness/run/beside_program.h"
 #include "harness/run/trace_file.h"
 #include "shardproof/algebra/mesh.h"
 #include "shardproof/algebra/strategy.h"
@@ -44,6 +45,7 @@ struct Arguments {
   std::string against = "single", model = "gpt33m", precision = "fp32", mesh, worker, data, machine, json, plot, trace, spans;
   int64_t ranks = 2;
   bench::Task task;
+  bool profiles = false;  // the rounds are over, and one step gets a profile
   int64_t rounds = 3;
   Launched launched;
   bool over_processes() const { return launched.options.backend != "threads"; }
@@ -87,7 +89,8 @@ std::string command_of(const Arguments& a, const std::string& contestant) {
   const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe");
   if (is_peer(contestant))
     return fmt::format("PYTHONPATH='{}/python'\"${{PYTHONPATH:+:$PYTHONPATH}}\" '{}/bin/python' '{}/bench/peers/peer.py' '{}'",
-                       program.parent_path().string(), SHARDPROOF_VENV, SHARDPROOF_SOURCE, spec_of(a, contestant).dump());
+                       program.parent_path().string(), beside_program(SHARDPROOF_VENV).string(),
+                       beside_program(SHARDPROOF_SOURCE).string(), spec_of(a, contestant).dump());
   const bool processes = a.over_processes() && !contestant.starts_with("single");
   const std::string backend = a.launched.options.backend;
   const std::string own = contestant == "single_pooled" ? "single" : contestant;
@@ -98,11 +101,12 @@ std::string command_of(const Arguments& a, const std::string& contestant) {
   const std::string options = processes ? " --backend " + backend + a.launched.given() : "";
   return fmt::format(
       "{}'{}' bench{} --device {} --worker {} --strategy {} --mesh {}{} --overlap-pieces {} --model {} --precision {} "
-      "--steps {} --warmup {} --delay-gradients {}{}{}{}",
+      "--steps {} --warmup {} --delay-gradients {}{}{}{}{}",
       start, program.string(), options, a.launched.options.device, own, a.task.strategy, a.task.mesh.str(),
       a.task.sequence_parallel ? " --sequence-parallel" : "", a.task.overlap_pieces, a.model, a.precision, a.task.steps,
       a.task.warmup, a.task.delayed_gradient_bytes, pool ? "" : " --no-host-pool", a.machine.empty() ? "" : " --count-tensors",
-      a.spans.empty() ? "" : fmt::format(" --spans '{}'", a.spans));
+      a.spans.empty() ? "" : fmt::format(" --spans '{}'", a.spans),
+      a.profiles && contestant == "ours" ? fmt::format(" --profile '{}'", a.task.profile) : "");
 }
 
 // Ours has the name of its strategy, which may be that of one of PyTorch's contestants.
@@ -280,6 +284,16 @@ void write_trace(Arguments a, const std::string& folder, std::ofstream& file) {
              a.task.strategy);
 }
 
+// As write_trace. The worker writes the file.
+void write_profile(Arguments a) {
+  a.profiles = true;
+  a.task.host_pool = false;  // its memory is not LibTorch's, whose allocations a profile has
+  a.task.steps = std::min(a.task.steps, kStepsOfTrace);
+  run_process(command_of(a, "ours"), "ours");
+  fmt::print("{}: operators, kernels and memory of a step of {}; open it in ui.perfetto.dev or chrome://tracing\n",
+             a.task.profile, a.task.strategy);
+}
+
 // In a process that write_trace started: the spans of the ranks that it has, from the first timed step on.
 void leave_spans(const Arguments& a, const shardproof::Timeline& timeline, const shardproof::ProcessWorld* world) {
   SpansOfRanks spans;
@@ -311,6 +325,7 @@ int compete(Arguments& a) {
   std::ofstream trace, drawing;
   if (!a.trace.empty()) trace = opened(a.trace, "trace");  // before the rounds, which take minutes
   if (!a.plot.empty()) drawing = opened(a.plot, "plot");
+  if (!a.task.profile.empty()) opened(a.task.profile, "profile");
   std::string folder = (std::filesystem::temp_directory_path() / "shardproof_bench_XXXXXX").string();
   SHARD_REQUIRE(mkdtemp(folder.data()), "bench", "cannot make a folder in {}", std::filesystem::temp_directory_path().string());
   const std::shared_ptr<void> removed(nullptr, [folder](void*) { std::filesystem::remove_all(folder); });
@@ -330,6 +345,7 @@ int compete(Arguments& a) {
   if (machine) held &= report_predictions(predictions(a, rows, *machine), *machine, out);
   if (!a.plot.empty()) plot(a, order, rows, drawing);
   if (!a.trace.empty()) write_trace(a, folder, trace);
+  if (!a.task.profile.empty()) write_profile(a);
   return held ? 0 : 1;
 }
 
@@ -381,6 +397,8 @@ void add_bench_command(CLI::App& app, int& exit_code) {
                       "one; calls and bytes must be equal");
   command->add_option("--trace", a->trace,
                       "also write when each rank computed, communicated and waited, in steps after the rounds, to this file");
+  command->add_option("--profile", a->task.profile,
+                      "also write LibTorch's profile of a step of ours, with a timeline of memory, to this file");
   command->add_option("--spans", a->spans, "write the spans of this process' ranks to this file and their numbers")->group("");
   command->add_flag("--count-tensors", a->task.counts_tensors, "count the bytes of tensors")->group("");
   command->add_option("--worker", a->worker, "run this contestant in this process")->group("");

@@ -13,6 +13,7 @@
 #include "harness/commands/bench_process.h"
 #include "harness/commands/commands.h"
 #include "harness/commands/json_lines.h"
+#include "harness/run/beside_program.h"
 #include "shardproof/base/check.h"
 
 namespace harness {
@@ -45,8 +46,8 @@ const std::map<std::string, std::string> kPeers = {{"load_once", "load"}, {"asyn
 std::string peer_command(const Arguments& a, const std::string& folder) {
   json spec = model_spec(a.task.size);
   spec.update({{"ranks", a.task.ranks}, {"load_ranks", a.task.load_ranks}, {"repeats", a.task.repeats}, {"folder", folder}});
-  return fmt::format("'{}/bin/python' '{}/bench/peers/checkpoint_peer.py' '{}'", SHARDPROOF_VENV, SHARDPROOF_SOURCE,
-                     spec.dump());
+  return fmt::format("'{}/bin/python' '{}/bench/peers/checkpoint_peer.py' '{}'", beside_program(SHARDPROOF_VENV).string(),
+                     beside_program(SHARDPROOF_SOURCE).string(), spec.dump());
 }
 
 std::string own_command(const Arguments& a, const std::string& folder) {

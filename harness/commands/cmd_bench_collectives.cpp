@@ -14,6 +14,7 @@
 #include "harness/commands/commands.h"
 #include "harness/commands/json_lines.h"
 #include "harness/commands/launch_options.h"
+#include "harness/run/beside_program.h"
 #include "shardproof/base/check.h"
 #include "shardproof/device/host_pool.h"
 
@@ -37,9 +38,11 @@ std::map<std::string, std::string> commands(const Arguments& a) {
   const std::string sizes = fmt::format("{}", fmt::join(a.task.sizes_mib, " "));
   return {{"ours", fmt::format("{} '{}' bench collectives --worker --repeats {} --mib {}", mpirun(a),
                                std::filesystem::read_symlink("/proc/self/exe").string(), a.task.repeats, sizes)},
-          {"raw", fmt::format("{} '{}' {} {}", mpirun(a), SHARDPROOF_RAW_MPI, a.task.repeats, sizes)},
-          {"gloo", fmt::format("'{}/bin/python' '{}/bench/peers/collectives_peer.py' {} {} {}", SHARDPROOF_VENV,
-                               SHARDPROOF_SOURCE, a.ranks, a.task.repeats, sizes)}};
+          {"raw", fmt::format("{} '{}' {} {}", mpirun(a), beside_program(SHARDPROOF_RAW_MPI).string(), a.task.repeats,
+                              sizes)},
+          {"gloo", fmt::format("'{}/bin/python' '{}/bench/peers/collectives_peer.py' {} {} {}",
+                               beside_program(SHARDPROOF_VENV).string(), beside_program(SHARDPROOF_SOURCE).string(), a.ranks,
+                               a.task.repeats, sizes)}};
 }
 
 using Times = std::map<std::string, std::vector<double>>;  // by contestant: the median of each round

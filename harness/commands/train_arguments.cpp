@@ -70,7 +70,7 @@ void add_model_options(CLI::App& app, TrainArguments& a) {
 
 void add_data_options(CLI::App& app, TrainArguments& a) {
   app.add_option("--data", a.data.paths,
-                 "text files and folders to train on; by default the sources of Python's standard library. With "
+                 "text files and folders to train on; by default 1 MiB of sentences and sums that the program makes. With "
                  "--token-type files of tokens, and folders of .bin files");
   app.add_option("--token-type", a.token_type,
                  "what a token is in the files: uint8 (text, the default), uint16 or uint32, without a header");
@@ -175,7 +175,8 @@ TrainOptions train_options(const TrainArguments& arguments, c10::Device device) 
 
 DataOptions data_options(const TrainArguments& arguments, const golden::Model& model) {
   DataOptions data = arguments.data;
-  if (data.paths.empty()) data.paths = {SHARDPROOF_DEFAULT_DATA};
+  SHARD_REQUIRE(!data.paths.empty() || arguments.token_type.empty() || arguments.token_type == "uint8", "train",
+                "--token-type {} needs --data: the text that is made without it is bytes", arguments.token_type);
   for (const std::string& path : data.paths)
     SHARD_REQUIRE(!arguments.token_type.empty() || !path.ends_with(".bin"), "train",
                   "{} may hold tokens or bytes: add --token-type uint16, uint32 or uint8", path);

@@ -138,6 +138,12 @@ TokenFiles::TokenFiles(const std::vector<std::string>& paths, TokenType type) : 
   SHARD_REQUIRE(tokens_ > 0, "data", "{} is empty; name a file with text or tokens in it", fmt::join(paths, " "));
 }
 
+TokenFiles::TokenFiles(std::string text)
+    : type_(TokenType::uint8), text_(std::move(text)), tokens_(static_cast<int64_t>(text_.size())) {
+  SHARD_REQUIRE(tokens_ > 0, "data", "the text is empty");
+  files_.push_back({"the text in memory", 0, tokens_, nullptr});
+}
+
 std::vector<std::string> TokenFiles::files() const {
   std::vector<std::string> paths;
   for (const File& file : files_) paths.push_back(file.path);
@@ -160,6 +166,8 @@ void TokenFiles::read_bytes(int64_t begin, int64_t count, unsigned char* to) con
     const int64_t some = std::min(count, file->end - begin), from = (begin - file->begin) * width;
     if (file->mapping) {
       std::memcpy(to, file->mapping->bytes(from, some * width), static_cast<size_t>(some * width));
+    } else if (!text_.empty()) {
+      std::memcpy(to, text_.data() + begin, static_cast<size_t>(some));
     } else if (some > 0) {
       std::ifstream stream(file->path, std::ios::binary);
       stream.seekg(from);

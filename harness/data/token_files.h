@@ -30,6 +30,8 @@ class TokenFiles {
   // Throws Error, naming the path, when one does not exist or cannot be read, when a folder has no such file in it, when a file
   // ends inside a token, or when there is no token at all.
   TokenFiles(const std::vector<std::string>& paths, TokenType type);
+  // Of a text in memory, each byte of which is a token.
+  explicit TokenFiles(std::string text);
 
   TokenType type() const { return type_; }
   int64_t tokens() const { return tokens_; }
@@ -59,6 +61,7 @@ class TokenFiles {
 
   std::vector<File> files_;
   TokenType type_;
+  std::string text_;  // in the place of files
   int64_t tokens_ = 0;
   mutable std::once_flag fingerprint_once_;
   mutable uint64_t fingerprint_ = 0;

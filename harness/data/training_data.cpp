@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "harness/data/generated_text.h"
 #include "shardproof/base/check.h"
 
 namespace harness {
@@ -27,7 +28,7 @@ TrainingData::TrainingData(DataOptions options) : options_(std::move(options)) {
                 o.validation_part);
   SHARD_REQUIRE(o.validation_part == 0 || o.validation_paths.empty(), "data",
                 "--validation-part and --validation-data exclude each other; leave one of them out");
-  files_ = std::make_unique<TokenFiles>(o.paths, o.type);
+  files_ = o.paths.empty() ? std::make_unique<TokenFiles>(generated_text()) : std::make_unique<TokenFiles>(o.paths, o.type);
   const int64_t all = sequences_of(*files_, o.paths, o.sequence_length);
   if (!o.validation_paths.empty()) {
     validation_files_ = std::make_unique<TokenFiles>(o.validation_paths, o.type);

@@ -18,7 +18,7 @@
 namespace harness {
 
 struct DataOptions {
-  std::vector<std::string> paths = {};
+  std::vector<std::string> paths = {};  // none: generated_text()
   int64_t sequence_length = 64;
   TokenType type = TokenType::uint8;
   std::optional<uint64_t> shuffle = {};            // the seed of the order; nothing: the order of the files

@@ -10,6 +10,7 @@
 #include "harness/case/mesh_order.h"
 #include "harness/case/problem.h"
 #include "harness/compare/pieces.h"
+#include "harness/run/beside_program.h"
 #include "harness/run/sharded_run.h"
 #include "shardproof/base/check.h"
 
@@ -129,11 +130,12 @@ void give_strategy(const Abilities& engine, Case& c) {
 
 // The folder of the Python package: the one that this program was installed in, or the build folder's.
 std::string package_folder() {
-  namespace fs = std::filesystem;
   std::error_code none;
-  const fs::path program = fs::read_symlink("/proc/self/exe", none);
-  const fs::path installed = program.parent_path().parent_path().parent_path();
-  return fs::exists(installed / "shardproof" / "check" / "server.py", none) ? installed.string() : SHARDPROOF_PYTHON_PACKAGE;
+  const std::filesystem::path installed = beside_program("../..");
+  return (std::filesystem::exists(installed / "shardproof" / "check" / "server.py", none)
+              ? installed
+              : beside_program(SHARDPROOF_PYTHON_PACKAGE))
+      .string();
 }
 
 nlohmann::ordered_json mesh_of(const Abilities& engine, const Case& c) {

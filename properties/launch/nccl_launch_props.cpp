@@ -13,6 +13,7 @@
 #include <set>
 #include <thread>
 
+#include "harness/run/beside_program.h"
 #include "properties/kit/environment.h"
 #include "properties/kit/expect_error.h"
 #include "shardproof/base/check.h"
@@ -25,9 +26,11 @@ using Way = GpuSharing::Way;
 
 namespace {
 
+std::string driver() { return harness::beside_program("nccl_driver").string(); }
+
 // Exit code and what was printed.
 std::pair<int, std::string> run(const std::string& arguments) {
-  std::FILE* out = ::popen((std::string(NCCL_DRIVER) + " " + arguments).c_str(), "r");
+  std::FILE* out = ::popen((driver() + " " + arguments).c_str(), "r");
   std::string text;
   for (char block[4096]; const size_t count = std::fread(block, 1, sizeof block, out);) text.append(block, count);
   const int status = ::pclose(out);
@@ -326,7 +329,7 @@ TEST(NcclLaunch, the_others_are_told_at_once_of_a_process_that_died_or_ended_bad
 }
 
 TEST(NcclLaunch, a_signal_that_asks_to_stop_reaches_each_process_once_and_their_exit_code_is_kept) {
-  std::FILE* out = ::popen(("echo $$; exec " + std::string(NCCL_DRIVER) + " start 3 signals").c_str(), "r");
+  std::FILE* out = ::popen(("echo $$; exec " + driver() + " start 3 signals").c_str(), "r");
   std::string text;
   const auto next_line = [&] {
     char line[256] = {};

@@ -135,7 +135,15 @@ TEST(TrainingData, what_cannot_be_read_is_an_error_that_names_it) {
   fs::create_directory(folder / "bare");
   expect_refused({folder / "bare"}, "no text files under " + folder / "bare");
   expect_refused({"/dev/null"}, "/dev/null is neither a file nor a folder");
-  expect_refused({}, "no path given");
+  expect_error([] { TokenFiles(std::vector<std::string>{}, TokenType::uint8); }, {"no path given"});
+}
+
+TEST(TrainingData, without_files_is_a_text_that_is_the_same_on_every_machine) {
+  const TrainingData data = text({}, 29);
+  EXPECT_EQ(data.files().bytes(), 1 << 20);
+  EXPECT_EQ(text_of(data.sequence(0)), "the green smith paints 12 gree");
+  EXPECT_EQ(text_of(data.files().read((1 << 20) - 11, 11)), "patient map");
+  EXPECT_EQ(data.files().fingerprint(), 0x54f1f5391043fa5e);
 }
 
 TEST(TrainingData, a_file_cut_short_during_the_run_is_an_error) {

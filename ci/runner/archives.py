@@ -1,7 +1,8 @@
-"""Unpacks the archive of ci/bundle: wheels into an environment, libraries for the tests into a prefix."""
+"""Unpacks the archives of ci/bundle and ci/prebuilt, and lays wheels over an environment."""
 import glob
 import hashlib
 import json
+import lzma
 import os
 import re
 import shutil
@@ -10,16 +11,19 @@ import zipfile
 
 from . import Trouble
 
-FOLDER = "shardproof-bundle"
+
+def folder_of(kind):
+    """The one folder of an archive. Its file KIND.json says what it holds."""
+    return "shardproof-" + kind
 
 
-def unpack(archive, target):
+def unpack(archive, target, kind):
     """Unpacks once. The mark beside it is the archive's SHA-256, so another archive replaces what is there."""
     try:
         with open(archive, "rb") as file:
             mark = hashlib.sha256(file.read()).hexdigest()
     except OSError as error:
-        raise Trouble(f"cannot read the bundle {archive}: {error.strerror}. ci/bundle writes one") from error
+        raise Trouble(f"cannot read {archive}: {error.strerror}. ci/{kind} writes one") from error
     stamp = os.path.join(target, "unpacked")
     if not os.path.exists(stamp) or read(stamp) != mark:
         shutil.rmtree(target, ignore_errors=True)
@@ -27,13 +31,13 @@ def unpack(archive, target):
         try:
             with tarfile.open(archive) as tar:
                 tar.extractall(target, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
-        except (tarfile.TarError, EOFError, OSError) as error:
-            raise Trouble(f"{archive} is no bundle, or a damaged one: {error}. ci/bundle writes one") from error
-        if not os.path.exists(os.path.join(target, FOLDER, "bundle.json")):
-            raise Trouble(f"{archive} has no {FOLDER}/bundle.json, so ci/bundle did not write it")
+        except (tarfile.TarError, EOFError, OSError, lzma.LZMAError) as error:
+            raise Trouble(f"{archive} is no {kind}, or a damaged one: {error}. ci/{kind} writes one") from error
+        if not os.path.exists(os.path.join(target, folder_of(kind), kind + ".json")):
+            raise Trouble(f"{archive} has no {folder_of(kind)}/{kind}.json, so ci/{kind} did not write it")
         with open(stamp, "w", encoding="utf-8") as file:
             file.write(mark)
-    return os.path.join(target, FOLDER)
+    return os.path.join(target, folder_of(kind))
 
 
 def read(path):
@@ -71,19 +75,19 @@ def remove_package(packages, name):
                 shutil.rmtree(path)
 
 
-def install_wheels(bundle, packages, python):
-    """Lays the bundle's wheels over an environment. Returns their number and the names of those for another Python."""
+def install_wheels(folder, packages, python):
+    """Lays the wheels of an archive over an environment. Returns their number and the names of those for another Python."""
     unfit = []
-    wheels = sorted(os.listdir(os.path.join(bundle, "wheels")))
+    wheels = sorted(os.listdir(os.path.join(folder, "wheels")))
     for wheel in wheels:
         if not serves(wheel, python):
             unfit.append(wheel.split("-")[0])
             continue
         remove_package(packages, wheel.split("-")[0])
-        with zipfile.ZipFile(os.path.join(bundle, "wheels", wheel)) as archive:
+        with zipfile.ZipFile(os.path.join(folder, "wheels", wheel)) as archive:
             archive.extractall(packages)
     return len(wheels) - len(unfit), unfit
 
 
-def contents(bundle):
-    return json.loads(read(os.path.join(bundle, "bundle.json")))
+def contents(folder, kind):
+    return json.loads(read(os.path.join(folder, kind + ".json")))
