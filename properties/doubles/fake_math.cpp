@@ -19,15 +19,18 @@ std::atomic<bool> hesitates = false;
 
 template <class T>
 T* here(T* device_memory) {
+  TORCH_CHECK(!device_memory || device_of(device_memory).index() == current_device(),
+              "fake device: an illegal access: a kernel on device ", static_cast<int>(current_device()), " uses memory of ",
+              device_of(device_memory).str());
   return static_cast<T*>(on_host(device_memory));
 }
 
 UpdateArrays here(UpdateArrays arrays) {
-  arrays.parameter = on_host(arrays.parameter);
-  arrays.gradient = on_host(arrays.gradient);
-  arrays.first = on_host(arrays.first);
-  arrays.second = on_host(arrays.second);
-  arrays.low = on_host(arrays.low);
+  arrays.parameter = here(arrays.parameter);
+  arrays.gradient = here(arrays.gradient);
+  arrays.first = here(arrays.first);
+  arrays.second = here(arrays.second);
+  arrays.low = here(arrays.low);
   return arrays;
 }
 
@@ -157,10 +160,10 @@ class QueuedMath final : public ModelMath {
     return cpu_.all_zero(type, here(values), count);
   }
   void zero(void* target, int64_t bytes) const override {
-    queue([bytes, to = on_host(target)] { std::memset(to, 0, static_cast<size_t>(bytes)); });
+    queue([bytes, to = here(target)] { std::memset(to, 0, static_cast<size_t>(bytes)); });
   }
   void copy(void* target, const void* source, int64_t bytes) const override {
-    queue([bytes, to = on_host(target), from = on_host(source)] { std::memmove(to, from, static_cast<size_t>(bytes)); });
+    queue([bytes, to = here(target), from = here(source)] { std::memmove(to, from, static_cast<size_t>(bytes)); });
   }
   void exact_sum(std::span<const FlatSpan> spans, bool squares, std::span<int64_t> counters) const override {
     wait("exact_sum");
