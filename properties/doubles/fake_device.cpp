@@ -301,7 +301,8 @@ void install() {
     c10::impl::DeviceGuardImplRegistrar(kType, &guard);
     c10::SetAllocator(kType, &memory());
     register_operators();
-    shardproof::use_device_math(kType, queued_math());
+    for (c10::DeviceIndex index = -1; index < static_cast<c10::DeviceIndex>(kDevices); ++index)
+      shardproof::use_device_math({kType, index}, queued_math(index));
     shardproof::use_device_graphs(kType, std::make_shared<Graphs>());
     return true;
   }();

@@ -169,7 +169,8 @@ void Memory::release(void* context) {
 
 // As if the stream that it belongs to used it again at once.
 void Memory::give_back(const Block& block) {
-  if (!captures()) queue_on(block.stream, [data = on_host(block.data), bytes = block.bytes] { std::memset(data, 0xff, bytes); });
+  if (!captures())
+    queue_on(block.stream, [data = on_host(block.data), bytes = block.bytes] { std::memset(data, 0xff, bytes); });
   const std::lock_guard lock(mutex_);
   free_[{block.pool, block.stream, block.bytes}].push_back(block.data);
 }

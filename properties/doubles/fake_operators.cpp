@@ -1,6 +1,6 @@
 // Operators of the fake device: those of the CPU, on tensors that lie in the same memory. They are queued, and read when their
-// stream gets there, as a GPU's do. Where the host has to know values, as for the size of the result, an operator waits for what
-// its stream has queued, and for nothing else; what it writes is queued there.
+// stream gets there, as a GPU's do. Where the host has to know values, as for the size of the result, an operator waits for
+// what its stream has queued, and for nothing else; what it writes is queued there.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/transformers/attention.h>
 #include <c10/core/CPUAllocator.h>
@@ -78,6 +78,8 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage storage, int64_t offset, a
     self.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
   return self;
 }
+
+void record_stream(at::Tensor& self, at::Stream stream) { used_on(self.storage().data_ptr(), stream.id()); }
 
 // One call of an operator.
 class HostCall {
@@ -181,9 +183,10 @@ class HostCall {
 
   // What has other sizes after the call has memory of its own where it has grown.
   static void take_sizes(const Written& written) {
-    if (written.cpu.sizes() == at::IntArrayRef(written.sizes) && written.cpu.strides() == at::IntArrayRef(written.strides)) return;
+    const bool same = written.cpu.sizes() == at::IntArrayRef(written.sizes);
+    if (same && written.cpu.strides() == at::IntArrayRef(written.strides)) return;
     c10::TensorImpl* impl = written.ours.unsafeGetTensorImpl();
-    const bool grown = written.cpu.sizes() != at::IntArrayRef(written.sizes) && extent(written.cpu) > extent(written.ours);
+    const bool grown = !same && extent(written.cpu) > extent(written.ours);
     if (grown) impl->set_storage_keep_dtype(fresh(written.cpu).storage());
     impl->set_sizes_and_strides(written.cpu.sizes(), written.cpu.strides(), grown ? 0 : written.cpu.storage_offset());
   }
@@ -448,6 +451,7 @@ void register_operators() {
   static torch::Library library(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
   library.impl("empty.memory_format", &empty);
   library.impl("empty_strided", &empty_strided);
+  library.impl("record_stream", &record_stream);
   library.impl("set_.source_Storage_storage_offset", &set_storage);
   // Those that are made of others, too, where the CPU's choice of them is what is wanted.
   const std::set<std::string> composed = {"aten::convolution", "aten::convolution_backward", "aten::copy_"};

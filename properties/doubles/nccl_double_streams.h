@@ -13,6 +13,8 @@ namespace nccl_double {
 
 // A moment in a stream.
 struct Moment {
+  explicit Moment(bool is_captured = false) : is_captured(is_captured) {}
+  const bool is_captured;
   std::mutex mutex;
   std::condition_variable passed;
   bool over = false;
@@ -56,6 +58,11 @@ class StreamQueue {
     if (thread_.joinable()) thread_.join();
   }
 
+  bool is_idle() {
+    const std::lock_guard lock(mutex_);
+    return tasks_.empty() && !runs_;
+  }
+
   void push(std::function<void()> task) {
     {
       const std::lock_guard lock(mutex_);
@@ -73,16 +80,18 @@ class StreamQueue {
       if (tasks_.empty()) return;
       const auto task = std::move(tasks_.front());
       tasks_.pop_front();
+      runs_ = true;
       lock.unlock();
       task();
       lock.lock();
+      runs_ = false;
     }
   }
 
   std::mutex mutex_;
   std::condition_variable woken_;
   std::deque<std::function<void()>> tasks_;
-  bool ends_ = false;
+  bool ends_ = false, runs_ = false;
   std::thread thread_;
 };
 
