@@ -42,12 +42,12 @@ Api::~Api() {
 }
 
 void Api::run_on(NcclApi::Stream stream, std::function<void()> kernel) {
-  stream_of(stream).push(std::move(kernel));
+  stream_of(stream).work(std::move(kernel));
 }
 
 void Api::synchronize(NcclApi::Stream stream) {
   const auto here = std::make_shared<Moment>();
-  run_on(stream, [here] { here->pass(); });
+  stream_of(stream).push([here] { here->pass(); });
   if (!here->wait_for(kForEver)) throw std::logic_error("the host waits for ever for a stream");
 }
 
@@ -101,7 +101,7 @@ void Api::record(Event event, NcclApi::Stream stream) {
     const std::lock_guard lock(box.mutex);
     box.moment = moment;
   }
-  run_on(stream, [moment] { moment->pass(); });
+  stream_of(stream).push([moment] { moment->pass(); });
 }
 
 // As in CUDA an event that was never recorded is over, and those of captures and others do not wait for each other.
@@ -111,7 +111,7 @@ void Api::wait(NcclApi::Stream stream, Event event) {
   if (moment->is_captured != shardproof::is_capturing())
     throw std::logic_error(moment->is_captured ? "a stream waits for an event of a capture that is over"
                                                : "a capture waits for an event from before it");
-  run_on(stream, [moment] { moment->wait(); });
+  stream_of(stream).push([moment] { moment->wait(); });
 }
 
 bool Api::is_complete(Event event) {

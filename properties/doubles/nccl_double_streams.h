@@ -1,6 +1,7 @@
 // Streams and events of the double of NCCL.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -58,11 +59,15 @@ class StreamQueue {
     if (thread_.joinable()) thread_.join();
   }
 
-  bool is_idle() {
-    const std::lock_guard lock(mutex_);
-    return tasks_.empty() && !runs_;
+  // Whether nothing that it was given with `work` is left to do.
+  bool is_idle() const { return works_ == 0; }
+  void work(std::function<void()> task) {
+    ++works_;
+    push([this, task = std::move(task)] {
+      task();
+      --works_;
+    });
   }
-
   void push(std::function<void()> task) {
     {
       const std::lock_guard lock(mutex_);
@@ -80,18 +85,17 @@ class StreamQueue {
       if (tasks_.empty()) return;
       const auto task = std::move(tasks_.front());
       tasks_.pop_front();
-      runs_ = true;
       lock.unlock();
       task();
       lock.lock();
-      runs_ = false;
     }
   }
 
   std::mutex mutex_;
   std::condition_variable woken_;
   std::deque<std::function<void()>> tasks_;
-  bool ends_ = false, runs_ = false;
+  bool ends_ = false;
+  std::atomic<int64_t> works_ = 0;
   std::thread thread_;
 };
 
