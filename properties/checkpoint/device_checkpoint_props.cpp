@@ -125,6 +125,24 @@ TEST(DeviceCheckpoint, a_job_without_a_snapshot_writes_in_the_streams_order_on_a
   });
 }
 
+TEST(DeviceCheckpoint, buffers_are_on_the_device_when_a_load_returns_also_where_the_state_is_offloaded) {
+  for (const Offload offload : {Offload::none, Offload::pinned}) {
+    Place place = on_device({"dp_shard=2", "zero3"});
+    place.offload = offload;
+    const Scratch scratch;
+    on(place, [&](std::shared_ptr<Comm> comm) {
+      Trained run(movable({}), place, comm);
+      const at::Tensor seen = run.module->register_buffer("seen", at::full({100}, 3, place.device));
+      run.train(0, 1);
+      save(scratch / "at", *run.sharded, &*run.optimizer, {.step = 1});
+      at::Tensor(seen).zero_();
+      fake_device::synchronize();
+      load(scratch / "at", *run.sharded, &*run.optimizer);
+      EXPECT_EQ(fake_device::on_host<int64_t>(seen)[99], 3) << "rank " << comm->rank();
+    });
+  }
+}
+
 TEST(DeviceCheckpoint, a_box_is_read_into_a_tensor_of_the_device) {
   fake_device::install();
   Random random(5);

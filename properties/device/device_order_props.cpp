@@ -212,7 +212,7 @@ TEST(FakeDevice, what_operators_write_is_there_when_the_stream_has_run) {
     EXPECT_NE(fake_device::on_host<float>(sum)[0], 83);
     const at::Tensor base = filled(4, 5);
     base.narrow(0, 1, 2).mul_(3);
-    EXPECT_EQ(fake_device::on_host<float>(base)[1], 5);
+    EXPECT_NE(fake_device::on_host<float>(base)[1], 15);
     EXPECT_EQ(sum.sum().item<float>(), 83 * kNumel);  // which waits
     expect_all(sum, 0, kNumel, 83);
     expect_all(base, 1, 3, 15);

@@ -1,11 +1,13 @@
 #include "properties/doubles/echo_comm.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <list>
 #include <optional>
 #include <string>
 #include <vector>
@@ -13,6 +15,7 @@
 #include "properties/doubles/fake_device.h"
 #include "shardproof/base/check.h"
 #include "shardproof/comm/capturable.h"
+#include "shardproof/device/device_graph.h"
 
 using namespace shardproof;
 
@@ -34,16 +37,28 @@ at::Tensor summed(const at::Tensor& term, Reduce op, int64_t terms) {
 
 class StreamWork final : public Work::State {
  public:
-  StreamWork() : done(fake_device::device().type()) {}
+  StreamWork(c10::Device device, std::shared_ptr<std::list<std::string>> open, std::string title)
+      : done(device.type()), device_(device), open_(std::move(open)), title_(open_->insert(open_->end(), std::move(title))) {}
+  // As NCCL's: what a capture left that failed, nobody waits for.
   void wait() override {
-    done.block(c10::impl::VirtualGuardImpl(fake_device::device().type()).getStream(fake_device::device()));
+    if (!is_captured_ || is_capturing()) done.block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+    open_->erase(title_);
   }
   c10::Event done;
+
+ private:
+  const c10::Device device_;
+  const bool is_captured_ = is_capturing();
+  const std::shared_ptr<std::list<std::string>> open_;
+  const std::list<std::string>::iterator title_;
 };
 
 class EchoComm final : public Comm, public CapturableComm {
  public:
-  EchoComm(int64_t rank, int64_t size, std::string name) : rank_(rank), size_(size), name_(std::move(name)) {}
+  using Open = std::shared_ptr<std::list<std::string>>;
+  EchoComm(int64_t rank, int64_t size, std::string name, Open open)
+      : rank_(rank), size_(size), name_(std::move(name)), open_(std::move(open)) {}
+  std::vector<std::string> open_calls() const override { return {open_->begin(), open_->end()}; }
   int64_t rank() const override { return rank_; }
   int64_t size() const override { return size_; }
   const std::string& name() const override { return name_; }
@@ -52,7 +67,7 @@ class EchoComm final : public Comm, public CapturableComm {
   }
   std::shared_ptr<Comm> split_ranks(const std::vector<int64_t>& ranks, std::string name) override {
     const auto own = std::ranges::find(ranks, rank_) - ranks.begin();
-    return std::make_shared<EchoComm>(own, std::ssize(ranks), std::move(name));
+    return std::make_shared<EchoComm>(own, std::ssize(ranks), std::move(name), open_);
   }
 
  private:
@@ -65,11 +80,13 @@ class EchoComm final : public Comm, public CapturableComm {
       run();
       return {};
     }
-    const c10::impl::VirtualGuardImpl guard(fake_device::device().type());
-    if (!lane_) lane_ = guard.getStreamFromGlobalPool(fake_device::device());
-    c10::Event given(fake_device::device().type());
-    given.record(guard.getStream(fake_device::device()));
-    auto work = std::make_shared<StreamWork>();
+    const c10::Device device = (call.output.defined() ? call.output : call.input).device();
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    const c10::DeviceGuard on_device(device);
+    if (!lane_) lane_ = guard.getStreamFromGlobalPool(device);
+    c10::Event given(device.type());
+    given.record(guard.getStream(device));
+    auto work = std::make_shared<StreamWork>(device, open_, describe(call) + " of " + name_);
     const c10::StreamGuard on_lane(*lane_);
     given.block(*lane_);
     fake_device::queue(run, describe(call) + " of " + name_);
@@ -109,11 +126,12 @@ class EchoComm final : public Comm, public CapturableComm {
 
   const int64_t rank_, size_;
   const std::string name_;
+  const Open open_;
   std::optional<c10::Stream> lane_;
 };
 
 }  // namespace
 
 std::shared_ptr<Comm> echo_comm(int64_t rank, int64_t size) {
-  return std::make_shared<EchoComm>(rank, size, "world");
+  return std::make_shared<EchoComm>(rank, size, "world", std::make_shared<std::list<std::string>>());
 }

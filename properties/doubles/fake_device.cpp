@@ -23,16 +23,16 @@ namespace fake_device {
 namespace {
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
-constexpr c10::StreamId kStreams = 64;  // of the pool, dealt out in turn
+constexpr c10::StreamId kStreams = 64;  // of the pool of a device, dealt out in turn
+constexpr c10::StreamId kNext = 1000;   // from the streams of one device to those of the next
 
 // Work queued on one stream, numbered from 0. An event is a place in such a queue.
-struct Recorded {
-  c10::StreamId stream = 0;
-  int64_t until = 0;
+struct Recorded : Moment {
+  int64_t capture = 0;  // by number, in which it was recorded; 0 outside of any
 };
 struct Entry {
   std::function<void()> work;
-  std::optional<Recorded> wait;  // in the place of work
+  std::optional<Moment> wait;  // in the place of work
 };
 struct Queue {
   std::deque<Entry> work;
@@ -76,6 +76,8 @@ struct Exploration {
 
 // What replays do, in the order in which the host asked for it; whatever waits for it does so in this order too.
 struct Captured {
+  c10::DeviceIndex device = 0;
+  bool is_broken = false;  // by a host that waited
   std::vector<std::function<void()>> work;
   std::vector<std::string> launches;
 };
@@ -94,15 +96,23 @@ State& state() {
   static State one;
   return one;
 }
-thread_local c10::StreamId current = 0;
+thread_local c10::DeviceIndex device_now = 0;
+thread_local std::array<c10::StreamId, kDevices> current = {0, kNext};
+
+// Where the call is of a capture: its number.
+int64_t capture_number() { return captures() ? state().pools : 0; }
+
+void require_sound_capture() {
+  TORCH_CHECK(!captures() || !state().capturing->is_broken,
+              "fake device: the host has waited inside of this capture, which takes no more work");
+}
 
 void run_first(Queue& queue) {
   const Entry entry = std::move(queue.work.front());
   queue.work.pop_front();
   ++queue.done;
-  const bool outer = std::exchange(state().running, true);
+  const std::shared_ptr<void> over(nullptr, [outer = std::exchange(state().running, true)](void*) { state().running = outer; });
   if (entry.work) entry.work();
-  state().running = outer;
 }
 
 // As late as it may be.
@@ -162,7 +172,7 @@ class Graph final : public shardproof::DeviceGraph {
  public:
   explicit Graph(std::shared_ptr<const Captured> captured) : captured_(std::move(captured)) {}
   void replay() override {
-    append(current, {.work = [captured = captured_] {
+    append(current_stream(), {.work = [captured = captured_] {
       for (const auto& work : captured->work) work();
     }, .wait = {}});
   }
@@ -175,9 +185,11 @@ class Graphs final : public shardproof::DeviceGraphs {
  public:
   std::shared_ptr<shardproof::DeviceGraph> capture(const std::function<void()>& work) const override {
     run_all();
-    const std::vector<std::byte> before = contents();
+    const Contents before = contents();
     auto captured = std::make_shared<Captured>();
-    const c10::StreamId outer = std::exchange(current, kStreams + 1);
+    captured->device = device_now;
+    c10::StreamId& now = current[static_cast<size_t>(device_now)];
+    const c10::StreamId outer = std::exchange(now, device_now * kNext + kStreams + 1);
     set_pool(++state().pools);
     state().capturing = captured;
     const std::shared_ptr<void> over(nullptr, [&](void*) {
@@ -185,7 +197,7 @@ class Graphs final : public shardproof::DeviceGraphs {
       run_all();
       set_pool(0);
       restore(before);
-      current = outer;
+      now = outer;
     });
     work();
     return std::make_shared<Graph>(captured);
@@ -195,34 +207,43 @@ class Graphs final : public shardproof::DeviceGraphs {
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
   c10::DeviceType type() const override { return kType; }
-  c10::Device exchangeDevice(c10::Device) const override { return device(); }
-  c10::Device getDevice() const override { return device(); }
-  void setDevice(c10::Device) const override {}
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-  c10::Stream getStream(c10::Device) const override { return stream(current); }
-  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
+  c10::Device exchangeDevice(c10::Device to) const override { return {kType, std::exchange(device_now, to.index())}; }
+  c10::Device getDevice() const override { return {kType, device_now}; }
+  void setDevice(c10::Device to) const override { device_now = to.index(); }
+  void uncheckedSetDevice(c10::Device to) const noexcept override { device_now = to.index(); }
+  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+  c10::Stream getStream(c10::Device of) const override { return stream(current[index(of)]); }
+  c10::Stream getStreamFromGlobalPool(c10::Device of, bool) const override {
     const std::lock_guard lock(state().mutex);
-    return stream(1 + state().next++ % kStreams);
+    return stream(static_cast<c10::StreamId>(index(of)) * kNext + 1 + state().next++ % kStreams);
   }
-  c10::Stream exchangeStream(c10::Stream to) const override { return stream(std::exchange(current, to.id())); }
+  c10::Stream exchangeStream(c10::Stream to) const override {
+    return stream(std::exchange(current[index(to.device())], to.id()));
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override { used_on(data, stream.id()); }
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
     const std::lock_guard lock(state().mutex);
+    require_sound_capture();
     if (!*event) *event = new Recorded;
-    *static_cast<Recorded*>(*event) = {stream.id(), state().queues[stream.id()].queued};
+    *static_cast<Recorded*>(*event) = {now_on(stream.id()), capture_number()};
   }
   void block(void* event, const c10::Stream& stream) const override {
-    append(stream.id(), {.work = {}, .wait = *static_cast<Recorded*>(event)});
+    const auto& recorded = *static_cast<Recorded*>(event);
+    require_sound_capture();
+    TORCH_CHECK(recorded.capture == capture_number(), "fake device: a stream waits for an event of capture ", recorded.capture,
+                " in capture ", capture_number(), " (0 is outside of any)");
+    append(stream.id(), {.work = {}, .wait = recorded});
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Recorded*>(event); }
   bool queryEvent(void* event) const override {
     const std::lock_guard lock(state().mutex);
-    const auto* wanted = static_cast<Recorded*>(event);
-    return state().queues[wanted->stream].done >= wanted->until;
+    require_no_capture(event);
+    return is_over(*static_cast<Recorded*>(event));
   }
   void synchronizeEvent(void* event) const override {
     count_wait("event");
     const std::lock_guard lock(state().mutex);
+    require_no_capture(event);
     wait_for(static_cast<Recorded*>(event)->stream, static_cast<Recorded*>(event)->until);
   }
   void synchronizeStream(const c10::Stream& stream) const override {
@@ -232,7 +253,13 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
 
  private:
-  static c10::Stream stream(c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, device(), id); }
+  static size_t index(c10::Device of) { return static_cast<size_t>(of.has_index() ? of.index() : device_now); }
+  static c10::Stream stream(c10::StreamId id) {
+    return c10::Stream(c10::Stream::UNSAFE, c10::Device(kType, static_cast<c10::DeviceIndex>(id / kNext)), id);
+  }
+  static void require_no_capture(const void* event) {
+    TORCH_CHECK(static_cast<const Recorded*>(event)->capture == 0, "fake device: the host asks for an event of a capture");
+  }
 };
 
 const Guard guard;
@@ -255,7 +282,7 @@ class Hooks final : public at::PrivateUse1HooksInterface {
  public:
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
-  c10::Device getDeviceFromPtr(void*) const override { return device(); }
+  c10::Device getDeviceFromPtr(void* data) const override { return device_of(data); }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &page_locked; }
   bool isPinnedPtr(const void*) const override { return false; }
@@ -274,7 +301,8 @@ void install() {
     c10::impl::DeviceGuardImplRegistrar(kType, &guard);
     c10::SetAllocator(kType, &memory());
     register_operators();
-    shardproof::use_device_math(kType, queued_math());
+    for (c10::DeviceIndex index = -1; index < static_cast<c10::DeviceIndex>(kDevices); ++index)
+      shardproof::use_device_math({kType, index}, queued_math(index));
     shardproof::use_device_graphs(kType, std::make_shared<Graphs>());
     return true;
   }();
@@ -285,20 +313,45 @@ c10::Device device() {
   return {kType, 0};
 }
 
+c10::Device second_device() {
+  return {kType, 1};
+}
+
 int64_t bytes_page_locked() {
   return locked_bytes;
 }
 
-c10::StreamId current_stream() {
-  return current;
+c10::DeviceIndex current_device() {
+  return device_now;
 }
+
+c10::StreamId current_stream() {
+  return current[static_cast<size_t>(device_now)];
+}
+
+Moment now_on(c10::StreamId stream) {
+  const std::lock_guard lock(state().mutex);
+  return {stream, state().queues[stream].queued};
+}
+
+bool is_over(const Moment& moment) {
+  const std::lock_guard lock(state().mutex);
+  return state().queues[moment.stream].done >= moment.until;
+}
+
+void queue_on(c10::StreamId stream, std::function<void()> work) { append(stream, {.work = std::move(work), .wait = {}}); }
 
 void queue(std::function<void()> work, const std::string& what) {
+  require_sound_capture();
   if (captures()) capture(what, work);
-  append(current, {.work = std::move(work), .wait = {}});
+  queue_on(current_stream(), std::move(work));
 }
 
-bool captures() { return state().capturing && state().not_captured == 0; }
+// Other devices go on meanwhile.
+bool captures() {
+  const auto& now = state().capturing;
+  return now && state().not_captured == 0 && now->device == device_now;
+}
 
 void capture(std::string what, std::function<void()> work) {
   state().capturing->work.push_back(std::move(work));
@@ -312,11 +365,14 @@ std::vector<std::string> last_launches() { return state().last ? state().last->l
 
 void synchronize() {
   const std::lock_guard lock(state().mutex);
-  wait_for(current, state().queues[current].queued);
+  wait_for(current_stream(), now_on(current_stream()).until);
 }
 
 void count_wait(const std::string& what) {
-  TORCH_CHECK(!state().capturing, "fake device: the host waits for the device in ", what, " while its streams are captured");
+  if (const auto& now = state().capturing; now && now->device == device_now) {
+    now->is_broken = true;
+    TORCH_CHECK(false, "fake device: the host waits for the device in ", what, " while its streams are captured");
+  }
   const std::lock_guard lock(state().mutex);
   ++state().waits[what];
 }

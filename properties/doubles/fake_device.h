@@ -1,6 +1,9 @@
 // A device that is as late as it may be: streams run only when somebody synchronizes with them, and then only what events make
-// them wait for. What is not ordered by an event therefore has not happened yet. LibTorch's operators run on it, and it refuses
-// what a GPU refuses: the host's hands on its memory (SIGSEGV, with a message), and tensors of the host beside its own.
+// them wait for. What is not ordered by an event therefore has not happened yet. LibTorch's operators run on it: they read when
+// their stream gets there, and what is freed is overwritten when the stream gets there that it was allocated on, unless the
+// allocator was told of others (recordDataPtrOnStream). It refuses what a GPU refuses: the host's hands on its memory (SIGSEGV,
+// with a message), tensors of the host beside its own, kernels on memory of another device than the current one, and waits for
+// events of a capture outside of it.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -18,6 +21,8 @@ namespace fake_device {
 // Of LibTorch's PrivateUse1. Gives it memory, operators, streams and events, and the CPU's arithmetic; once a process.
 void install();
 c10::Device device();
+// There are two, each with memory and streams of its own. `device` is the first, and current at first.
+c10::Device second_device();
 inline at::TensorOptions options(at::ScalarType dtype) { return at::TensorOptions(dtype).device(device()); }
 
 // Where work that runs on the device, and a test that has synchronized, finds the memory; null for null.

@@ -1,5 +1,7 @@
 #include "properties/doubles/fake_math.h"
 
+#include <c10/core/DeviceGuard.h>
+
 #include <atomic>
 #include <cstring>
 #include <thread>
@@ -17,41 +19,57 @@ using namespace shardproof;
 
 std::atomic<bool> hesitates = false;
 
-template <class T>
-T* here(T* device_memory) {
-  return static_cast<T*>(on_host(device_memory));
-}
+// Launches, as of kernels that somebody has built for one device, or for -1 for the current one.
+class Launcher {
+ public:
+  explicit Launcher(c10::DeviceIndex device) : device_(device) {}
 
-UpdateArrays here(UpdateArrays arrays) {
-  arrays.parameter = on_host(arrays.parameter);
-  arrays.gradient = on_host(arrays.gradient);
-  arrays.first = on_host(arrays.first);
-  arrays.second = on_host(arrays.second);
-  arrays.low = on_host(arrays.low);
-  return arrays;
-}
+ protected:
+  template <class T>
+  T* here(T* device_memory) const {
+    const c10::DeviceIndex mine = device_ < 0 ? current_device() : device_;
+    TORCH_CHECK(!device_memory || device_of(device_memory).index() == mine,
+                "fake device: an illegal access: a kernel on device ", static_cast<int>(mine), " uses memory of ",
+                device_of(device_memory).str());
+    return static_cast<T*>(on_host(device_memory));
+  }
+  UpdateArrays here(UpdateArrays arrays) const {
+    arrays.parameter = here(arrays.parameter);
+    arrays.gradient = here(arrays.gradient);
+    arrays.first = here(arrays.first);
+    arrays.second = here(arrays.second);
+    arrays.low = here(arrays.low);
+    return arrays;
+  }
+  RowNorm here(RowNorm norm) const {
+    norm.x = here(norm.x);
+    norm.weight = here(norm.weight);
+    return norm;
+  }
+  std::vector<const std::byte*> here(std::span<const std::byte* const> terms) const {
+    std::vector<const std::byte*> found;
+    for (const std::byte* term : terms) found.push_back(here(term));
+    return found;
+  }
+  void queue(std::function<void()> work) const {
+    const c10::DeviceGuard on({device().type(), device_});
+    fake_device::queue(std::move(work));
+  }
+  // For the value that the host asked for.
+  void wait(const char* what) const {
+    const c10::DeviceGuard on({device().type(), device_});
+    count_wait(what);
+    synchronize();
+  }
 
-RowNorm here(RowNorm norm) {
-  norm.x = here(norm.x);
-  norm.weight = here(norm.weight);
-  return norm;
-}
-
-std::vector<const std::byte*> here(std::span<const std::byte* const> terms) {
-  std::vector<const std::byte*> found;
-  for (const std::byte* term : terms) found.push_back(here(term));
-  return found;
-}
-
-// For the value that the host asked for.
-void wait(const char* what) {
-  count_wait(what);
-  synchronize();
-}
+ private:
+  const c10::DeviceIndex device_;
+};
 
 // What returns nothing is queued; what returns a value waits for the stream first.
-class QueuedMath final : public ModelMath {
+class QueuedMath final : public ModelMath, Launcher {
  public:
+  using Launcher::Launcher;
   void reduce(Element type, Reduce op, std::span<const std::byte* const> terms, int64_t count,
               std::byte* target) const override {
     for (int k = 0; hesitates && k < 5; ++k) std::this_thread::yield();
@@ -157,10 +175,10 @@ class QueuedMath final : public ModelMath {
     return cpu_.all_zero(type, here(values), count);
   }
   void zero(void* target, int64_t bytes) const override {
-    queue([bytes, to = on_host(target)] { std::memset(to, 0, static_cast<size_t>(bytes)); });
+    queue([bytes, to = here(target)] { std::memset(to, 0, static_cast<size_t>(bytes)); });
   }
   void copy(void* target, const void* source, int64_t bytes) const override {
-    queue([bytes, to = on_host(target), from = on_host(source)] { std::memmove(to, from, static_cast<size_t>(bytes)); });
+    queue([bytes, to = here(target), from = here(source)] { std::memmove(to, from, static_cast<size_t>(bytes)); });
   }
   void exact_sum(std::span<const FlatSpan> spans, bool squares, std::span<int64_t> counters) const override {
     wait("exact_sum");
@@ -177,6 +195,6 @@ class QueuedMath final : public ModelMath {
 
 void hesitate(bool on) { hesitates = on; }
 
-std::shared_ptr<const DeviceMath> queued_math() { return std::make_shared<QueuedMath>(); }
+std::shared_ptr<const DeviceMath> queued_math(c10::DeviceIndex device) { return std::make_shared<QueuedMath>(device); }
 
 }  // namespace fake_device

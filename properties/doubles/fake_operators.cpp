@@ -1,10 +1,15 @@
-// Operators of the fake device: those of the CPU, on tensors that lie in the same memory. An operator waits for what its stream
-// has queued, and for nothing else; what it writes is queued there.
+// Operators of the fake device: those of the CPU, on tensors that lie in the same memory. They are queued, and read when their
+// stream gets there, as a GPU's do. Where the host has to know values, as for the size of the result, an operator waits for
+// what its stream has queued, and for nothing else; what it writes is queued there.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/transformers/attention.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <set>
 
@@ -18,7 +23,7 @@ constexpr auto kKey = c10::DispatchKey::PrivateUse1;
 
 std::atomic<int64_t> copied_from_host = 0;  // in bytes
 
-bool is_ours(const at::Tensor& tensor) { return tensor.defined() && tensor.device() == device(); }
+bool is_ours(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == device().type(); }
 
 // How many elements a tensor reaches over, from its first one.
 int64_t extent(const at::Tensor& tensor) {
@@ -35,22 +40,27 @@ at::Tensor over(const c10::Storage& storage, c10::DispatchKey key, const at::Ten
   return tensor;
 }
 
-// New memory of the device with the values of a tensor of the CPU, as soon as the stream gets there.
-at::Tensor sent(const at::Tensor& values) {
-  const size_t bytes = static_cast<size_t>(extent(values)) * values.element_size();
+// New memory of the device.
+at::Tensor fresh(const at::Tensor& like) {
+  const size_t bytes = static_cast<size_t>(extent(like)) * like.element_size();
   c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, memory().allocate(bytes), &memory(), /*resizable=*/true);
-  queue([to = on_host(storage.data()), values, bytes] {
+  return over(storage, kKey, like, 0);
+}
+
+// With the values of a tensor of the CPU, as soon as the stream gets there.
+at::Tensor sent(const at::Tensor& values) {
+  const at::Tensor tensor = fresh(values);
+  queue([to = on_host(tensor.const_data_ptr()), values, bytes = tensor.storage().nbytes()] {
     if (bytes > 0) std::memcpy(to, values.const_data_ptr(), bytes);
   });
-  return over(storage, kKey, values, 0);
+  return tensor;
 }
 
 at::Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides, std::optional<at::ScalarType> dtype,
-                         std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+                         std::optional<at::Layout>, std::optional<at::Device> where, std::optional<bool>) {
+  const c10::OptionalDeviceGuard there(where);
   const at::Tensor shape = at::empty_strided(sizes, strides, at::TensorOptions(dtype.value_or(at::kFloat)).device(at::kMeta));
-  const size_t bytes = static_cast<size_t>(extent(shape)) * shape.element_size();
-  return over(c10::Storage(c10::Storage::use_byte_size_t(), bytes, memory().allocate(bytes), &memory(), /*resizable=*/true),
-              kKey, shape, 0);
+  return fresh(shape);
 }
 
 at::Tensor empty(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
@@ -69,6 +79,8 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage storage, int64_t offset, a
   return self;
 }
 
+void record_stream(at::Tensor& self, at::Stream stream) { used_on(self.storage().data_ptr(), stream.id()); }
+
 // One call of an operator.
 class HostCall {
  public:
@@ -77,12 +89,118 @@ class HostCall {
     is_view_ = !returns.empty() && returns[0].alias_info() && !returns[0].alias_info()->isWrite();
   }
 
+  // On the stream of its tensors' device, as LibTorch's own do.
   void run(torch::jit::Stack* stack) {
+    const size_t count = schema_.arguments().size(), first = stack->size() - count;
+    for (size_t i = 0; i < count; ++i) visit((*stack)[first + i], [&](const at::Tensor& tensor) { return note(i, tensor); });
+    for (size_t i = 0; i < count; ++i)
+      if ((*stack)[first + i].isDevice() && !device_) device_ = (*stack)[first + i].toDevice();
+    if (device_ && device_->type() != device().type()) device_.reset();
+    const c10::OptionalDeviceGuard there(device_);
     if (captures() && !is_view_) return capture_and_run(stack);
-    run_now(stack);
+    if (!may_be_late(*stack, first) || !run_late(stack, first)) run_now(stack);
   }
 
  private:
+  struct Shared {
+    c10::Storage ours, cpu;
+  };
+  struct Written {
+    at::Tensor ours, cpu;
+    std::vector<int64_t> sizes, strides;  // before the call
+  };
+
+  // Whether nothing of the call depends on values: neither what the host gets, nor the sizes of the result. What draws numbers
+  // runs in the order of the host.
+  bool may_be_late(const torch::jit::Stack& stack, size_t first) const {
+    static const std::set<std::string> some = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::bincount",
+                                               "aten::repeat_interleave"};
+    if (is_view_ || !reads_ours_ || has_cpu_ || picks_ || answers_the_host() || some.contains(schema_.name())) return false;
+    if (schema_.name().starts_with("aten::unique") || schema_.name().starts_with("aten::_unique")) return false;
+    const bool draws = std::ranges::any_of(op_.getTags(), [](at::Tag tag) { return tag == at::Tag::nondeterministic_seeded; });
+    return !draws && !(schema_.name() == "aten::copy_" && stack[first + 1].toTensor().is_cpu());
+  }
+
+  // False where zeros are refused in the place of the values, of which only the result's sizes are asked.
+  bool run_late(torch::jit::Stack* stack, size_t first) {
+    require_one_device();
+    const size_t count = schema_.arguments().size();
+    torch::jit::Stack inputs, zeros;
+    const auto at_address = [](const at::Tensor& tensor) -> at::Tensor {
+      if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;
+      return is_ours(tensor) ? mirror(tensor, /*may_be_unreadable=*/tensor.numel() == 0) : tensor.clone();
+    };
+    for (size_t i = 0; i < count; ++i) {
+      c10::IValue value = (*stack)[first + i], zero = (*stack)[first + i];
+      if (value.isDevice()) value = zero = c10::Device(at::kCPU);
+      visit(value, at_address);  // also where it is written: what has no data is refused before
+      visit(zero, [&](const at::Tensor& tensor) { return zeros_like(tensor, is_written(i)); });
+      inputs.push_back(std::move(value)), zeros.push_back(std::move(zero));
+    }
+    try {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      op_.callBoxed(&zeros);
+    } catch (const std::exception&) {
+      shared_.clear(), written_.clear();
+      return false;
+    }
+    for (Written& written : written_) take_sizes(written);
+    for (size_t i = 0; i < count; ++i)
+      if (is_written(i)) visit(inputs[i] = (*stack)[first + i], at_address);
+    stack->resize(first);
+    std::vector<at::Tensor> made;  // as of `capture_and_run`
+    for (c10::IValue& value : zeros) {
+      visit(value, [&](const at::Tensor& shape) {
+        const auto [tensor, is_new] = place_of(shape);
+        made.push_back(is_new ? mirror(tensor) : at::Tensor());
+        return tensor;
+      });
+      stack->push_back(std::move(value));
+    }
+    queue([op = op_, inputs, made] { run_again(op, inputs, made); });
+    return true;
+  }
+
+  // A tensor of the host in the place of this one, that shares memory with those of others that do.
+  at::Tensor zeros_like(const at::Tensor& tensor, bool written) {
+    if (!is_ours(tensor)) return tensor.unsafeGetTensorImpl()->is_wrapped_number() ? tensor : tensor.clone();
+    const auto found = std::ranges::find_if(shared_, [&](const Shared& shared) {
+      return shared.ours.unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl();
+    });
+    const size_t bytes = tensor.storage().nbytes();
+    const c10::Storage storage = found != shared_.end() ? found->cpu
+                                                        : c10::Storage(c10::Storage::use_byte_size_t(), bytes, zeros_of(bytes),
+                                                                       c10::GetCPUAllocator(), /*resizable=*/true);
+    if (found == shared_.end()) shared_.push_back({tensor.storage(), storage});
+    const at::Tensor cpu = over(storage, c10::DispatchKey::CPU, tensor, tensor.storage_offset());
+    if (written) written_.push_back({tensor, cpu, tensor.sizes().vec(), tensor.strides().vec()});
+    return cpu;
+  }
+  static c10::DataPtr zeros_of(size_t bytes) {
+    void* memory = std::calloc(std::max<size_t>(bytes, 1), 1);
+    return {memory, memory, &std::free, at::kCPU};
+  }
+
+  // What has other sizes after the call has memory of its own where it has grown.
+  static void take_sizes(const Written& written) {
+    const bool same = written.cpu.sizes() == at::IntArrayRef(written.sizes);
+    if (same && written.cpu.strides() == at::IntArrayRef(written.strides)) return;
+    c10::TensorImpl* impl = written.ours.unsafeGetTensorImpl();
+    const bool grown = !same && extent(written.cpu) > extent(written.ours);
+    if (grown) impl->set_storage_keep_dtype(fresh(written.cpu).storage());
+    impl->set_sizes_and_strides(written.cpu.sizes(), written.cpu.strides(), grown ? 0 : written.cpu.storage_offset());
+  }
+
+  // Of a tensor that the call returned for zeros, and whether that is its own.
+  std::pair<at::Tensor, bool> place_of(const at::Tensor& shape) const {
+    if (!shape.defined()) return {shape, false};
+    for (const Written& written : written_)
+      if (shape.is_same(written.cpu)) return {written.ours, false};
+    for (const Shared& shared : shared_)
+      if (shape.storage().unsafeGetStorageImpl() == shared.cpu.unsafeGetStorageImpl())
+        return {over(shared.ours, kKey, shape, shape.storage_offset()), false};
+    return {fresh(shape), true};
+  }
   // A graph has the addresses and numbers of this call, and its replays run the operator on whatever lies there then.
   void capture_and_run(torch::jit::Stack* stack) {
     const size_t count = schema_.arguments().size(), first = stack->size() - count;
@@ -97,7 +215,7 @@ class HostCall {
     for (size_t i = 0; i < count; ++i) {
       c10::IValue value = given[i];
       if (!is_written(i)) visit(value, baked);
-      if (value.isDevice() && value.toDevice() == device()) value = c10::Device(at::kCPU);
+      if (value.isDevice() && value.toDevice().type() == device().type()) value = c10::Device(at::kCPU);
       inputs.push_back(std::move(value));
     }
     {
@@ -156,7 +274,6 @@ class HostCall {
 
   void run_now(torch::jit::Stack* stack) {
     const size_t count = schema_.arguments().size(), first = stack->size() - count;
-    for (size_t i = 0; i < count; ++i) visit((*stack)[first + i], [&](const at::Tensor& tensor) { return note(i, tensor); });
     if (reads_ours_) require_one_device();
     if (schema_.name() == "aten::copy_")
       count_copy((*stack)[first].toTensor(), (*stack)[first + 1].toTensor(), (*stack)[first + 2]);
@@ -166,7 +283,7 @@ class HostCall {
     for (size_t i = 0; i < count; ++i) {
       c10::IValue& value = (*stack)[first + i];
       visit(value, [&](const at::Tensor& tensor) { return to_cpu(tensor, is_written(i)); });
-      if (value.isDevice() && value.toDevice() == device()) value = c10::Device(at::kCPU);
+      if (value.isDevice() && value.toDevice().type() == device().type()) value = c10::Device(at::kCPU);
     }
     {
       const at::AutoDispatchBelowADInplaceOrView below;
@@ -176,14 +293,6 @@ class HostCall {
       visit((*stack)[i], [&](const at::Tensor& tensor) { return from_cpu(tensor); });
     for (Written& written : written_) write_back(written);
   }
-
-  struct Shared {
-    c10::Storage ours, cpu;
-  };
-  struct Written {
-    at::Tensor ours, cpu;
-    std::vector<int64_t> sizes, strides;  // before the call
-  };
 
   template <class F>
   static void visit(c10::IValue& value, const F& f) {
@@ -203,8 +312,16 @@ class HostCall {
 
   at::Tensor note(size_t argument, const at::Tensor& tensor) {
     reads_ours_ |= is_ours(tensor);
+    const std::string& name = schema_.arguments()[argument].name();
+    if (is_ours(tensor)) {
+      if (!device_) device_ = tensor.device();
+      const bool may = schema_.name() == "aten::copy_" || schema_.name() == "aten::_to_copy";
+      TORCH_CHECK(may || tensor.device() == *device_, "fake device: argument '", name, "' of ", schema_.name(), " is on ",
+                  tensor.device().str(), ", others are on ", device_->str());
+    }
+    has_cpu_ |= tensor.is_cpu() && (tensor.dim() > 0 || is_written(argument));
+    picks_ |= name == "indices" && (tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte);
     if (tensor.is_cpu() && tensor.dim() > 0 && stranger_.empty()) {
-      const std::string& name = schema_.arguments()[argument].name();
       const bool may = name == "indices" || schema_.name() == "aten::copy_" || schema_.name() == "aten::_to_copy";
       if (!may) stranger_ = name;
     }
@@ -305,7 +422,9 @@ class HostCall {
 
   const c10::OperatorHandle& op_;
   const c10::FunctionSchema& schema_;
-  bool is_view_ = false, reads_ours_ = false;
+  std::optional<c10::Device> device_;  // of the tensors, or of the result
+  bool is_view_ = false, reads_ours_ = false, has_cpu_ = false;
+  bool picks_ = false;  // the elements for which a mask is true
   std::string stranger_;  // the first argument that must not be on the CPU
   std::vector<Shared> shared_;
   std::vector<Written> written_;
@@ -332,6 +451,7 @@ void register_operators() {
   static torch::Library library(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
   library.impl("empty.memory_format", &empty);
   library.impl("empty_strided", &empty_strided);
+  library.impl("record_stream", &record_stream);
   library.impl("set_.source_Storage_storage_offset", &set_storage);
   // Those that are made of others, too, where the CPU's choice of them is what is wanted.
   const std::set<std::string> composed = {"aten::convolution", "aten::convolution_backward", "aten::copy_"};

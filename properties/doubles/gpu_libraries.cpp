@@ -73,6 +73,9 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
 cudaError_t cudaSetDevice(int device) {
   return cuda("cudaSetDevice", device);
 }
+cudaError_t cudaDeviceSynchronize() {
+  return cuda("cudaDeviceSynchronize");
+}
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   *stream = thing<std::remove_pointer_t<cudaStream_t>>();
   return cuda("cudaStreamCreateWithFlags", flags);

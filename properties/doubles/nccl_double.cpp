@@ -10,6 +10,7 @@
 #include "properties/doubles/nccl_double_streams.h"
 #include "shardproof/base/dtypes.h"
 #include "shardproof/device/device.h"
+#include "shardproof/device/device_graph.h"
 #include "shardproof/device/kernels/cuda.h"
 
 namespace nccl_double {
@@ -32,22 +33,35 @@ std::shared_ptr<Moment> moment_of(NcclApi::Event event) {
 
 Api::Api(std::shared_ptr<Cluster> cluster, int64_t rank)
     : cluster_(std::move(cluster)), rank_(rank), progress_(std::make_unique<StreamQueue>()) {
-  current_ = make_stream();
+  current_ = first_ = make_stream();
 }
 
 Api::~Api() {
   progress_.reset();
-  delete static_cast<StreamQueue*>(current_);
+  delete static_cast<StreamQueue*>(first_);
 }
 
 void Api::run_on(NcclApi::Stream stream, std::function<void()> kernel) {
-  stream_of(stream).push(std::move(kernel));
+  stream_of(stream).work(std::move(kernel));
 }
 
 void Api::synchronize(NcclApi::Stream stream) {
   const auto here = std::make_shared<Moment>();
-  run_on(stream, [here] { here->pass(); });
+  stream_of(stream).push([here] { here->pass(); });
   if (!here->wait_for(kForEver)) throw std::logic_error("the host waits for ever for a stream");
+}
+
+void Api::synchronize() {
+  std::set<NcclApi::Stream> streams;
+  {
+    const std::lock_guard lock(mutex_);
+    streams = streams_;
+  }
+  for (const NcclApi::Stream stream : streams) synchronize(stream);
+}
+
+void Api::set_current_stream(NcclApi::Stream stream) {
+  current_ = stream;
 }
 
 NcclApi::Stream Api::make_stream() {
@@ -81,18 +95,23 @@ void Api::destroy_event(Event event) {
 }
 
 void Api::record(Event event, NcclApi::Stream stream) {
-  const auto moment = std::make_shared<Moment>();
+  const auto moment = std::make_shared<Moment>(shardproof::is_capturing());
   {
     EventBox& box = box_of(event);
     const std::lock_guard lock(box.mutex);
     box.moment = moment;
   }
-  run_on(stream, [moment] { moment->pass(); });
+  stream_of(stream).push([moment] { moment->pass(); });
 }
 
-// As in CUDA an event that was never recorded is over.
+// As in CUDA an event that was never recorded is over, and those of captures and others do not wait for each other.
 void Api::wait(NcclApi::Stream stream, Event event) {
-  if (const auto moment = moment_of(event)) run_on(stream, [moment] { moment->wait(); });
+  const auto moment = moment_of(event);
+  if (!moment) return;
+  if (moment->is_captured != shardproof::is_capturing())
+    throw std::logic_error(moment->is_captured ? "a stream waits for an event of a capture that is over"
+                                               : "a capture waits for an event from before it");
+  stream_of(stream).push([moment] { moment->wait(); });
 }
 
 bool Api::is_complete(Event event) {
@@ -133,9 +152,13 @@ int64_t Api::pieces_of_memory() {
   return static_cast<int64_t>(memory_.size());
 }
 
+// As ncclMemFree does, and unlike cudaFree, it waits for nobody.
 void Api::release(void* memory, Memory kind) {
   {
     const std::lock_guard lock(mutex_);
+    if (kind == Memory::registered || kind == Memory::symmetric)
+      for (const NcclApi::Stream stream : streams_)
+        if (!stream_of(stream).is_idle()) throw std::logic_error("memory was released that a stream may still use");
     const auto found = memory_.find(memory);
     if (registered_.count(memory) > 0) throw std::logic_error("memory was released that is still registered");
     if (found == memory_.end() || found->second.kind != kind)

@@ -99,6 +99,8 @@ class Api : public NcclApi {
 
   // The host waits for all that the stream was given so far.
   void synchronize(NcclApi::Stream stream);
+  // The caller's own from now on; one of `make_stream`.
+  void set_current_stream(NcclApi::Stream stream);
   // Of the caller's own: a kernel, in the stream's order.
   void run_on(NcclApi::Stream stream, std::function<void()> kernel);
   // What was made and never released, in words; "" for nothing.
@@ -125,6 +127,7 @@ class Api : public NcclApi {
   void record(Event event, NcclApi::Stream stream) override;
   void wait(NcclApi::Stream stream, Event event) override;
   bool is_complete(Event event) override;
+  void synchronize() override;
   void copy(void* target, const void* source, int64_t bytes, NcclApi::Stream stream) override;
   std::string why_no_sums() override { return cluster_->plan.no_kernels ? "this double has no kernels" : ""; }
   void reduce(at::ScalarType dtype, Reduce op, const std::vector<const std::byte*>& terms, int64_t count, std::byte* target,
@@ -214,6 +217,7 @@ class Api : public NcclApi {
   std::set<NcclApi::Stream> streams_;
   std::set<Event> events_;
   std::map<void*, Block> memory_;
+  NcclApi::Stream first_ = nullptr;  // current at first
   std::map<void*, Registration> registered_;  // by memory, which is the handle too
   std::map<Operator, OwnOperator> operators_;
   NcclApi::Stream current_ = nullptr;

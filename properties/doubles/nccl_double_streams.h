@@ -1,6 +1,7 @@
 // Streams and events of the double of NCCL.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -13,6 +14,8 @@ namespace nccl_double {
 
 // A moment in a stream.
 struct Moment {
+  explicit Moment(bool is_captured = false) : is_captured(is_captured) {}
+  const bool is_captured;
   std::mutex mutex;
   std::condition_variable passed;
   bool over = false;
@@ -56,6 +59,15 @@ class StreamQueue {
     if (thread_.joinable()) thread_.join();
   }
 
+  // Whether nothing that it was given with `work` is left to do.
+  bool is_idle() const { return works_ == 0; }
+  void work(std::function<void()> task) {
+    ++works_;
+    push([this, task = std::move(task)] {
+      task();
+      --works_;
+    });
+  }
   void push(std::function<void()> task) {
     {
       const std::lock_guard lock(mutex_);
@@ -83,6 +95,7 @@ class StreamQueue {
   std::condition_variable woken_;
   std::deque<std::function<void()>> tasks_;
   bool ends_ = false;
+  std::atomic<int64_t> works_ = 0;
   std::thread thread_;
 };
 

@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 #include <torch/nn/modules/container/sequential.h>
 
+#include <thread>
+
 #include "harness/case/generate.h"
 #include "harness/case/network.h"
 #include "properties/doubles/fake_device_env.h"
@@ -351,6 +353,24 @@ TEST(Activations, modules_within_a_recomputed_unit_are_not_recomputed_twice) {
     expect_same(a.gradients, b.gradients, "recomputed units");
     EXPECT_EQ(b.away_bytes, 3 * kFeature * 32) << "the blocks' inputs";
   }
+}
+
+// As Python's collector does, whenever it likes.
+TEST(Activations, of_graphs_that_several_threads_drop_are_freed_once) {
+  for (const c10::Device device : machines())
+    on(device, 1, {16, 16, 16}, chain_options(true), [&](Trained& run) {
+      for (int repeats = 0; repeats < 20; ++repeats) {
+        std::vector<std::vector<at::Tensor>> graphs(4);
+        for (size_t i = 0; i < 200; ++i) graphs[i % graphs.size()].push_back(call(run.chain, run.input));
+        std::vector<std::thread> threads;
+        for (auto& mine : graphs) threads.emplace_back([&] { mine.clear(); });
+        for (std::thread& thread : threads) thread.join();
+        run.step();
+        run.sharded.zero_gradients();
+      }
+      const MemoryUse use = run.sharded.memory();
+      EXPECT_EQ(use.now(MemoryKind::activation) + use.host.now(MemoryKind::activation), 0) << device;
+    });
 }
 
 TEST(Activations, of_modules_that_nobody_calls_recomputation_is_an_error) {

@@ -82,8 +82,10 @@ class BlockImpl : public torch::nn::Module {
     {
       const c10::StreamGuard guard(*stream_of_b);
       product = direct::linear(given, b, {});
+      given.record_stream(*stream_of_b);  // as LibTorch asks
     }
     order(*stream_of_b, here);
+    product.record_stream(here);
     return product;
   }
   Uses uses_;

@@ -91,6 +91,20 @@ TEST(DeviceOffload, two_final_gradients_are_on_their_way_when_a_backward_ends) {
   });
 }
 
+TEST(DeviceOffload, who_says_that_main_parameters_will_change_may_write_to_pieces_from_before) {
+  train(at::kFloat, [](Sharded& sharded, const Optimizer&, bool stepped) {
+    if (!stepped) return;
+    const std::vector<Piece> pieces = sharded.main_parameters();
+    for (const double value : {7, 8}) {
+      sharded.main_parameters_will_change();
+      for (const Piece& piece : pieces) piece.data.fill_(value);
+      if (value == 7) sharded.main_parameters_changed();
+    }
+    for (const Piece& piece : sharded.parameters()) EXPECT_EQ(piece.data.to(at::kCPU)[0].item<float>(), 7);
+    sharded.main_parameters_changed();
+  });
+}
+
 TEST(DeviceOffload, main_parameters_may_be_written_while_the_device_still_fetches_those_of_the_step) {
   train(at::kFloat, [](Sharded& sharded, const Optimizer&, bool stepped) {
     if (!stepped) return;

@@ -88,6 +88,7 @@ class Training {
   }
 
   Sharded& sharded() { return *sharded_; }
+  Comm& world() { return comms_->world(); }
   Gpt& model() { return model_; }
   StepGraph graph(int64_t warm_up = kWarmUp) {
     return StepGraph(*sharded_, [this](const auto& inputs) { return body(inputs); }, {.warm_up_steps = warm_up});
@@ -270,6 +271,7 @@ TEST_F(FakeStepGraphs, each_of_three_steps_has_the_same_launches_and_collectives
     training.update(0);
     std::vector<std::vector<std::string>> launches;
     for (int64_t step = 1; step <= 3; ++step) {
+      for (UnitHandle unit : training.sharded().units()) unit.reshard();  // as a StepGraph does
       const std::shared_ptr<DeviceGraph> graph = capture_graph(the_device(), [&] { training.body(inputs); });
       graph->replay();
       launches.push_back(fake_device::last_launches());
@@ -429,6 +431,45 @@ TEST_F(FakeStepGraphs, replays_leave_alone_what_was_made_and_gathered_after_the_
     EXPECT_TRUE(kit::same_bits(kit::values_of(ema.pieces()), averages));
     EXPECT_TRUE(kit::same_bits(whole(), parameters));
     captured.training.update(3);
+  }
+}
+
+TEST_F(FakeStepGraphs, a_replay_is_refused_while_somebody_has_yet_to_wait_for_a_call_of_his_own) {
+  Captured captured(Buffers::freed);
+  at::Tensor sum = at::ones({4}, fake_device::options(at::kFloat));
+  Work work = captured.training.world().all_reduce(sum);
+  expect_error([&] { captured.graph.run(captured.training.inputs(3)); },
+               {"all_reduce(sum, float32 x 4) of world has not been waited for", "Call wait()", "rank 0, step 4"});
+  work.wait();
+  captured.graph.run(captured.training.inputs(3));
+  captured.training.update(3);
+}
+
+TEST_F(FakeStepGraphs, after_a_capture_that_failed_with_gathers_and_sums_on_their_way_steps_have_their_bits) {
+  for (const bool in_forward : {true, false}) {
+    std::vector<float> losses;
+    for (const bool fails : {false, true}) {
+      Subject subject;
+      subject.options.check_gradients = false;
+      subject.options.prefetch_forward = subject.options.prefetch_backward = 1;
+      Training training(subject);
+      StepGraph graph(training.sharded(), [&](const std::vector<at::Tensor>& inputs) {
+        if (!in_forward || !is_capturing()) return training.body(inputs);
+        training.sharded().unit("h.0").start_unshard();
+        throw Error("no more data");
+      }, {.warm_up_steps = 1});
+      // Its gradient comes when those of blocks are being summed.
+      training.model()->named_parameters()["wpe.weight"].register_hook([](const at::Tensor&) -> void {
+        if (is_capturing()) throw Error("no more data");
+      });
+      graph.run(training.inputs(0));
+      training.update(0);
+      if (fails) expect_error([&] { graph.run(training.inputs(1)); }, {"cannot be captured", "no more data"});
+      std::vector<at::Tensor> inputs = training.inputs(1);
+      for (at::Tensor& input : inputs) input = input.to(the_device());
+      losses.push_back(training.body(inputs)[0].to(at::kCPU).item<float>());
+    }
+    EXPECT_EQ(losses[0], losses[1]);
   }
 }
 

@@ -178,7 +178,6 @@ class Loader {
       for (const std::string& state_name : optimizer_->state_names())
         for (const Shard& shard : optimizer_->state_shards(state_name))
           if (const std::string key = state_key(shard.name, state_name); restored.contains(key)) put(key, shard.data);
-    finish_host_copies(sharded_.impl().state_device());
     sharded_.impl().merged_adapters = merged_adapters_;
   }
 
@@ -379,6 +378,9 @@ Loaded load(const std::string& directory, Sharded& sharded, OptimizerState* opti
   sharded.zero_gradients();
   state.begin_update();
   std::string error = error_of([&] { loader.fill(); });
+  // Of buffers too, which are on the device where the state is offloaded; and before what was read is freed, whatever failed.
+  const std::string of_copies = error_of([&] { finish_host_copies(state.device()); });
+  if (error.empty()) error = of_copies;
   if (!error.empty())
     error +=
         " This was found while loading: the model now has some of the checkpoint's values, and some of its own. Load it "

@@ -12,20 +12,28 @@
 namespace shardproof {
 namespace {
 
-constexpr size_t kDevices = static_cast<size_t>(c10::DeviceType::COMPILE_TIME_MAX_DEVICE_TYPES);
+constexpr size_t kTypes = static_cast<size_t>(c10::DeviceType::COMPILE_TIME_MAX_DEVICE_TYPES);
+constexpr size_t kPlaces = 65;  // of a type: for devices without an index, then for those with one
 
 // Read at every call, without a lock; what was registered once lives on, since a thread may still be using it.
 struct Registry {
-  Registry() { use(c10::DeviceType::CPU, cpu_math()); }
-  void use(c10::DeviceType device, std::shared_ptr<const DeviceMath> math) {
-    current[static_cast<size_t>(device)].store(math.get(), std::memory_order_release);
+  using Place = std::atomic<const DeviceMath*>;
+  Registry() { use(at::kCPU, cpu_math()); }
+  void use(c10::Device device, std::shared_ptr<const DeviceMath> math) {
+    current.at(static_cast<size_t>(device.type())).at(index_of(device)).store(math.get(), std::memory_order_release);
     kept.push_back(std::move(math));
   }
   const DeviceMath* of(c10::Device device) const {
-    return current[static_cast<size_t>(device.type())].load(std::memory_order_acquire);
+    const std::array<Place, kPlaces>& places = current[static_cast<size_t>(device.type())];
+    const DeviceMath* own = places[index_of(device)].load(std::memory_order_acquire);
+    return own ? own : places[0].load(std::memory_order_acquire);
+  }
+  static size_t index_of(c10::Device device) {
+    const auto index = static_cast<size_t>(device.index() + 1);
+    return index < kPlaces ? index : 0;
   }
 
-  std::array<std::atomic<const DeviceMath*>, kDevices> current{};
+  std::array<std::array<Place, kPlaces>, kTypes> current{};
   std::mutex mutex;
   std::vector<std::shared_ptr<const DeviceMath>> kept;
 };
@@ -37,9 +45,8 @@ Registry& registry() {
 
 }  // namespace
 
-void use_device_math(c10::DeviceType device, std::shared_ptr<const DeviceMath> math) {
-  SHARD_REQUIRE(math != nullptr, "device", "use_device_math: expected arithmetic for {}, got null",
-                c10::DeviceTypeName(device));
+void use_device_math(c10::Device device, std::shared_ptr<const DeviceMath> math) {
+  SHARD_REQUIRE(math != nullptr, "device", "use_device_math: expected arithmetic for {}, got null", device.str());
   const std::lock_guard lock(registry().mutex);
   registry().use(device, std::move(math));
 }

@@ -1,5 +1,7 @@
 #include "shardproof/device/device_graph.h"
 
+#include <c10/core/DeviceGuard.h>
+
 #include <array>
 #include <atomic>
 #include <mutex>
@@ -49,6 +51,7 @@ std::shared_ptr<DeviceGraph> capture_graph(c10::Device device, const std::functi
     Count() { ++captures; }
     ~Count() { --captures; }
   } const count;
+  const c10::OptionalDeviceGuard on(device.has_index() ? std::optional(device) : std::nullopt);
   return graphs->capture(work);
 }
 

@@ -12,7 +12,7 @@ namespace shardproof {
 
 // Both ends live as long as the copy, however it is let go of.
 struct HostTransfer::Flight {
-  Flight(std::vector<HostCopy> given, c10::Stream stream) : copies(std::move(given)) {
+  Flight(std::vector<HostCopy> given, c10::Stream stream) : copies(std::move(given)), device(stream.device()) {
     done.emplace(stream.device_type());
     done->record(stream);
   }
@@ -43,15 +43,16 @@ struct HostTransfer::Flight {
   void order() {
     if (copies.empty()) return;
     if (job) return wait();
+    done->block(current_stream(device));
     for (HostCopy& each : copies) {
       at::Tensor& of_device = each.target.is_cpu() ? each.source : each.target;
-      if (!of_device.defined()) return;
-      if (&each == &copies.front()) done->block(current_stream(of_device.device()));
+      if (of_device.defined()) use_here(of_device.storage().data_ptr());
       of_device.reset();
     }
   }
 
   std::vector<HostCopy> copies;
+  const c10::Device device = at::kCPU;
   std::optional<c10::Event> done;
   std::unique_ptr<HostJob> job;
 };

@@ -94,10 +94,8 @@ class SavedGroup : public std::enable_shared_from_this<SavedGroup> {
   at::Tensor get(size_t number) {
     if (place_ == Place::leaving) place_ = Place::kept;
     start_coming();
-    if (place_ == Place::coming) {
-      place_ = Place::here;
-      upload_.order();
-    }
+    if (place_ == Place::coming) place_ = Place::here;
+    if (place_ == Place::here) upload_.order();  // each stream that reads
     if (place_ != Place::recording && !std::exchange(in_backward_, true))
       if (const auto store = store_.lock()) store->prefetch_before(*this);
     const View& view = views_[number];
@@ -218,7 +216,7 @@ void ActivationStore::end_forward() {
 void ActivationStore::end_backward() {
   for (const auto& group : groups_)
     if (const auto alive = group.lock()) alive->end_backward();
-  while (!retired_.empty()) await_oldest_retired();
+  await_retired(0);
 }
 
 void ActivationStore::abandon_forwards() {
@@ -239,15 +237,26 @@ void ActivationStore::prefetch_before(const SavedGroup& group) {
 }
 
 void ActivationStore::retire(Transfers transfers) {
-  retired_.push_back(std::move(transfers));
-  if (retired_.size() > kRetiredMax) await_oldest_retired();
+  {
+    const std::lock_guard lock(retired_mutex_);
+    retired_.push_back(std::move(transfers));
+  }
+  await_retired(kRetiredMax);
 }
 
-void ActivationStore::await_oldest_retired() {
-  const Transfers oldest = std::move(retired_.front());
-  retired_.pop_front();
-  oldest.down.wait();
-  oldest.up.wait();
+// But for the last ones.
+void ActivationStore::await_retired(size_t left) {
+  while (true) {
+    Transfers oldest;
+    {
+      const std::lock_guard lock(retired_mutex_);
+      if (retired_.size() <= left) return;
+      oldest = std::move(retired_.front());
+      retired_.pop_front();
+    }
+    oldest.down.wait();
+    oldest.up.wait();
+  }
 }
 
 std::unique_ptr<SavedVariableHooks> ActivationStore::hooks() {

@@ -17,6 +17,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -60,13 +61,14 @@ class ActivationStore final : public SavedTensorKeeper, public std::enable_share
     HostTransfer down, up;
   };
   void retire(Transfers transfers);
-  void await_oldest_retired();
+  void await_retired(size_t left);
 
   const std::shared_ptr<MemoryLedger> memory_;
   const std::shared_ptr<HostTransfers> transfers_;
   const std::function<bool(const at::Tensor&)> is_parameter_;
   std::vector<Open> open_;                         // forwards under way, the innermost at the back
   std::vector<std::weak_ptr<SavedGroup>> groups_;  // of forwards that are over, in their order; their graphs own them
+  std::mutex retired_mutex_;  // graphs may be dropped by any thread
   std::deque<Transfers> retired_;
 };
 

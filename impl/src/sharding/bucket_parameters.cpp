@@ -8,6 +8,7 @@
 #include "shardproof/base/check.h"
 #include "shardproof/nn/meta_init.h"
 #include "testing/base/call_label.h"
+#include "testing/device/streams.h"
 
 namespace shardproof {
 
@@ -186,12 +187,14 @@ bool BucketParameters::start_unshard() {
 }
 
 void BucketParameters::finish_unshard() {
-  if (residency_ == Residency::whole) return;
+  // On another stream than the first, too, they are used once they are there.
+  if (residency_ == Residency::whole) return order_streams(*whole_on_, current_stream(memory_->device()));
   SHARD_CHECK(residency_ == Residency::gathering, "bucket", "{}: a gather of {} is awaited that was not started", label_,
               first_name());
   unshard_work_.wait();
   await_updated();
   residency_ = Residency::whole;
+  whole_on_ = current_stream(memory_->device());
   if (!frees_compute()) return;
   kept_.reset();
   point_parameters_at(readable_);

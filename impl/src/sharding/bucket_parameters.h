@@ -18,6 +18,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <c10/core/Stream.h>
+
+#include <optional>
 #include <vector>
 
 #include "sharding/bucket_part.h"
@@ -96,6 +99,7 @@ class BucketParameters : private BucketPart {
   std::vector<at::Tensor> readable_;    // what the parameters are while the bucket is whole: views of compute_
   std::vector<at::Tensor> unreadable_;  // what they are while it is not
   Work unshard_work_;
+  std::optional<c10::Stream> whole_on_;  // waited for the gather
   mutable Work update_work_;            // of the gather of updated values into parameter_
   mutable bool updates_ = false;        // nobody has waited for it yet
   mutable bool is_hidden_ = false;      // and until then the module's parameters are unreadable

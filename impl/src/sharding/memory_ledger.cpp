@@ -1,13 +1,14 @@
 #include "sharding/memory_ledger.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/Allocator.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <numeric>
 #include <utility>
 
 #include "shardproof/base/check.h"
+#include "testing/device/streams.h"
 
 namespace shardproof {
 
@@ -114,9 +115,12 @@ c10::DataPtr MemoryLedger::allocate_bytes(MemoryKind kind, int64_t bytes) {
   const std::lock_guard lock(mutex_);
   c10::DataPtr memory;
   if (auto& kept = free_[bytes]; !kept.empty()) {
-    memory = std::move(kept.back());
+    order_streams(kept.back().behind, current_stream(device_));
+    memory = std::move(kept.back().memory);
     kept.pop_back();
   } else {
+    // Allocators ask for the current device.
+    const c10::OptionalDeviceGuard on(device_.has_index() ? std::optional(device_) : std::nullopt);
     memory = c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(bytes));
   }
   return owned(std::move(memory), kind, Place::device, bytes, kind == MemoryKind::gathered);
@@ -152,9 +156,13 @@ void MemoryLedger::free(Block* block) {
   const std::unique_ptr<Block> owned(block);
   const std::lock_guard lock(mutex_);
   count(block->kind, block->place, -block->bytes);
+  try {
+    use_here(block->memory);
+  } catch (const c10::Error&) {  // the device failed, which its next call reports
+  }
   if (!block->is_kept) return;
   auto& kept = free_[block->bytes];
-  if (static_cast<int64_t>(kept.size()) < keep_free_) kept.push_back(std::move(block->memory));
+  if (static_cast<int64_t>(kept.size()) < keep_free_) kept.push_back({std::move(block->memory), current_stream(device_)});
 }
 
 void MemoryLedger::count(MemoryKind kind, Place place, int64_t bytes) {

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/Stream.h>
 
 #include <map>
 #include <memory>
@@ -62,6 +63,11 @@ class MemoryLedger : public std::enable_shared_from_this<MemoryLedger> {
   void free(Block* block);
   static void free_block(void* context);
   c10::DataPtr owned(c10::DataPtr memory, MemoryKind kind, Place place, int64_t bytes, bool is_kept);
+  // Memory that is free, behind what this stream has been given.
+  struct Free {
+    c10::DataPtr memory;
+    c10::Stream behind;
+  };
   at::Tensor tensor_over(c10::DataPtr memory, int64_t numel, at::ScalarType dtype) const;
 
   const c10::Device device_;
@@ -69,8 +75,8 @@ class MemoryLedger : public std::enable_shared_from_this<MemoryLedger> {
   mutable std::mutex mutex_;
   MemoryUse use_;
   int64_t keep_free_ = 0;
-  std::map<int64_t, std::vector<c10::DataPtr>> free_;  // by bytes
-  std::map<int64_t, int64_t> gathered_;                // by bytes
+  std::map<int64_t, std::vector<Free>> free_;  // by bytes
+  std::map<int64_t, int64_t> gathered_;        // by bytes
 };
 
 }  // namespace shardproof

@@ -186,6 +186,14 @@ struct StepGraph::Impl {
     SHARD_REQUIRE(changed.empty(), "step graph",
                   "{}: {} is not as it was when the step was captured. Call forget() on every rank to capture it anew", where(),
                   changed);
+    // It uses what lies beside the backend's streams without asking who does.
+    if (const auto* backend = dynamic_cast<const CapturableComm*>(&state().comms->world())) {
+      const std::vector<std::string> open = backend->open_calls();
+      SHARD_REQUIRE(open.empty(), "step graph",
+                    "{}: {} has not been waited for, and a replay uses the memory through which it passes. Call wait() of what "
+                    "it returned on every rank first",
+                    where(), open.front());
+    }
     graph->replay();
     const std::vector<Bucket*>& buckets = schedule().buckets();
     for (size_t i = 0; i < buckets.size(); ++i)

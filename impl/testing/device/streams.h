@@ -1,6 +1,7 @@
 // Streams of a device, and which waits for which. On a CPU there is one, and nothing here does anything.
 #pragma once
 
+#include <c10/core/Allocator.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -20,6 +21,13 @@ inline void order_streams(c10::Stream first, c10::Stream second) {
   c10::Event event(first.device_type());
   event.record(first);
   event.block(second);
+}
+
+// Memory goes back to the stream that it was allocated on, which may use it again before others are done with it. This is used
+// again only after what the current stream has been given by the time when it is freed.
+inline void use_here(const c10::DataPtr& memory) {
+  if (memory.device().is_cpu()) return;
+  c10::impl::VirtualGuardImpl(memory.device().type()).recordDataPtrOnStream(memory, current_stream(memory.device()));
 }
 
 // While it lives this thread's work comes on the stream: behind what the thread's own stream was given before, and before what

@@ -5,11 +5,15 @@
 #include <torch/nn/modules/linear.h>
 
 #include <atomic>
+#include <barrier>
+#include <chrono>
+#include <thread>
 
 #include "properties/doubles/comm_worlds.h"
 #include "properties/doubles/nccl_worlds.h"
 #include "properties/kit/bits.h"
 #include "shardproof/base/check.h"
+#include "shardproof/device/device_graph.h"
 #include "shardproof/shardproof.h"
 
 using namespace shardproof;
@@ -102,6 +106,74 @@ TEST(NcclMemory, of_tensors_on_the_host_is_taken_again_by_the_next_collectives) 
   EXPECT_GT(once, 0);
   for (int repeats = 0; repeats < 5; ++repeats) expect_all_well(world.run(body));
   EXPECT_EQ(world.api(0).pieces_of_memory(), once);
+}
+
+TEST(NcclMemory, that_was_given_back_is_written_on_another_stream_once_its_reader_is_done) {
+  nccl_worlds::World world(2, {.options = {.buffers = NcclApi::Memory::registered}});
+  expect_all_well(world.run([&](std::shared_ptr<Comm> comm) {
+    nccl_double::Api& api = world.api(comm->rank());
+    c10::DataPtr buffer = comm->allocate(Op::all_gather, 512, at::kCPU);
+    auto* const value = static_cast<int*>(buffer.get());
+    *value = 1;
+    const NcclApi::Stream here = api.current_stream(), there = api.make_stream();
+    int seen = 0;
+    api.run_on(here, [&seen, value] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      seen = *value;
+    });
+    buffer.clear();
+    api.set_current_stream(there);
+    buffer = comm->allocate(Op::all_gather, 512, at::kCPU);
+    EXPECT_EQ(buffer.get(), value);
+    api.run_on(there, [value] { *value = 2; });
+    api.synchronize(here), api.synchronize(there);
+    api.set_current_stream(here);
+    api.destroy_stream(there);
+    EXPECT_EQ(seen, 1);
+  }));
+}
+
+TEST(NcclMemory, of_captured_steps_is_lent_to_such_steps_only) {
+  struct NoGraphs final : DeviceGraphs {
+    std::shared_ptr<DeviceGraph> capture(const std::function<void()>& work) const override {
+      work();
+      return nullptr;
+    }
+  };
+  use_device_graphs(at::kCPU, std::make_shared<NoGraphs>());
+  std::barrier<> all(2);
+  nccl_worlds::World world(2, {.options = {.buffers = NcclApi::Memory::registered}});
+  expect_all_well(world.run([&](std::shared_ptr<Comm> comm) {
+    std::vector<const void*> lent;
+    for (const bool captured : {true, false, true, false}) {
+      const auto take = [&] { lent.push_back(comm->allocate(Op::all_gather, 512, at::kCPU).get()); };
+      all.arrive_and_wait();
+      captured ? void(capture_graph(at::kCPU, [&] { take(), all.arrive_and_wait(); })) : (take(), all.arrive_and_wait());
+    }
+    EXPECT_EQ(lent[0], lent[2]);
+    EXPECT_EQ(lent[1], lent[3]);
+    EXPECT_NE(lent[0], lent[1]);
+  }));
+  use_device_graphs(at::kCPU, nullptr);
+}
+
+TEST(NcclMemory, is_freed_after_an_abort_once_kernels_of_the_caller_are_done) {
+  nccl_worlds::World world(2, {.options = {.buffers = NcclApi::Memory::registered}});
+  std::vector<c10::DataPtr> kept(2);
+  const std::string error = error_on_rank_0(world, [&](std::shared_ptr<Comm> comm) {
+    nccl_double::Api& api = world.api(comm->rank());
+    const c10::DataPtr given_back = comm->allocate(Op::all_gather, 512, at::kCPU);
+    kept[static_cast<size_t>(comm->rank())] = comm->allocate(Op::all_gather, 512, at::kCPU);
+    api.run_on(api.current_stream(), [] { std::this_thread::sleep_for(std::chrono::milliseconds(200)); });
+    throw Error("the body fails");
+  });
+  EXPECT_NE(error.find("the body fails"), std::string::npos) << error;
+  // Freed after the pool is closed.
+  for (size_t rank = 0; rank < 2; ++rank) {
+    nccl_double::Api& api = world.api(static_cast<int64_t>(rank));
+    api.run_on(api.current_stream(), [] { std::this_thread::sleep_for(std::chrono::milliseconds(50)); });
+    kept[rank].clear();
+  }
 }
 
 TEST(NcclFactor, a_native_sum_with_a_factor_has_the_bits_of_terms_that_were_multiplied_before) {

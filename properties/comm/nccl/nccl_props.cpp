@@ -325,15 +325,55 @@ TEST(NcclMachine, a_machine_without_gpu_or_build_says_so) {
   }
 }
 
+namespace {
+
+// Whoever asks is told that somebody captures.
+struct NoGraphs final : DeviceGraphs {
+  std::shared_ptr<DeviceGraph> capture(const std::function<void()>& work) const override {
+    work();
+    return nullptr;
+  }
+};
+struct CpuGraphs {
+  CpuGraphs() { use_device_graphs(at::kCPU, std::make_shared<NoGraphs>()); }
+  ~CpuGraphs() { use_device_graphs(at::kCPU, nullptr); }
+};
+
+}  // namespace
+
+TEST(Nccl, what_a_capture_that_failed_has_left_is_waited_for_on_no_stream) {
+  const CpuGraphs graphs;
+  std::barrier<> all(2);
+  std::vector<at::Tensor> sums = {at::ones({4}), at::ones({4})};  // nobody knows when they are there
+  nccl_worlds::run(2, {}, [&](std::shared_ptr<Comm> comm) {
+    const at::Tensor sum = sums[static_cast<size_t>(comm->rank())];
+    Work left;
+    all.arrive_and_wait();
+    capture_graph(at::kCPU, [&] {
+      left = comm->all_reduce(sum);
+      all.arrive_and_wait();
+    });
+    all.arrive_and_wait();  // nobody captures any longer
+    left.wait();
+    EXPECT_EQ(dynamic_cast<CapturableComm&>(*comm).open_calls(), std::vector<std::string>());
+  });
+}
+
+TEST(Nccl, calls_are_open_until_somebody_waits_for_them) {
+  nccl_worlds::run(2, {}, [&](std::shared_ptr<Comm> comm) {
+    at::Tensor sum = at::ones({4});
+    Work work = comm->split(0, comm->rank(), "other")->all_reduce(sum);
+    const std::vector<std::string> open = dynamic_cast<CapturableComm&>(*comm).open_calls();
+    ASSERT_EQ(open.size(), 1u);
+    EXPECT_NE(open[0].find("all_reduce(sum, float32 x 4)"), std::string::npos) << open[0];
+    work.wait();
+    EXPECT_TRUE(dynamic_cast<CapturableComm&>(*comm).open_calls().empty());
+    comm->barrier().wait();  // for which the host waits
+  });
+}
+
 TEST(Nccl, inside_of_a_captured_step_calls_on_the_device_pass_and_those_that_let_the_host_wait_are_refused_by_name) {
-  // Whoever asks is told that somebody captures.
-  struct NoGraphs final : DeviceGraphs {
-    std::shared_ptr<DeviceGraph> capture(const std::function<void()>& work) const override {
-      work();
-      return nullptr;
-    }
-  };
-  use_device_graphs(at::kCPU, std::make_shared<NoGraphs>());
+  const CpuGraphs graphs;
   std::barrier<> all_are_done(2);
   nccl_worlds::run(2, {}, [&](std::shared_ptr<Comm> comm) {
     at::Tensor sum = at::full({4}, 1.0 + static_cast<double>(comm->rank()));
@@ -346,5 +386,4 @@ TEST(Nccl, inside_of_a_captured_step_calls_on_the_device_pass_and_those_that_let
     comm->barrier().wait();
     EXPECT_TRUE(at::equal(sum, at::full({4}, 3.0)));
   });
-  use_device_graphs(at::kCPU, nullptr);
 }

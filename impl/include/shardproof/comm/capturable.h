@@ -1,6 +1,9 @@
 // Which communicators a graph of a device can repeat.
 #pragma once
 
+#include <string>
+#include <vector>
+
 #include "shardproof/comm/comm.h"
 
 namespace shardproof {
@@ -11,6 +14,8 @@ namespace shardproof {
 class CapturableComm {
  public:
   virtual ~CapturableComm() = default;
+  // Titles of the calls of this rank, in all groups, that nobody has waited for.
+  virtual std::vector<std::string> open_calls() const = 0;
 };
 
 // A group of one rank communicates with nobody.

@@ -12,8 +12,9 @@
 
 namespace shardproof {
 
-// Sets the arithmetic for tensors of this device from now on. It must not be called while collectives or training steps run.
-void use_device_math(c10::DeviceType device, std::shared_ptr<const DeviceMath> math);
+// Sets the arithmetic for tensors of this device from now on; without an index, of all devices of its type that have none of
+// their own. Who calls it may have another device current. It must not be set while collectives or training steps run.
+void use_device_math(c10::Device device, std::shared_ptr<const DeviceMath> math);
 
 // The arithmetic of this device. Throws Error, which says what is missing, when the device has none.
 const DeviceMath& device_math(c10::Device device);

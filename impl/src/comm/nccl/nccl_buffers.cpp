@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "shardproof/base/check.h"
+#include "shardproof/device/device_graph.h"
+
 namespace shardproof::nccl {
 namespace {
 
@@ -33,6 +36,8 @@ struct BufferPool::Shared {
   struct Buffer {
     RegisteredMemory memory;
     bool is_lent = false;
+    const bool is_captured = is_capturing();
+    std::unique_ptr<Event> given_back = nullptr;  // of what is not captured
   };
 
   std::shared_ptr<NcclApi> api;
@@ -43,7 +48,7 @@ struct BufferPool::Shared {
   Buffer* first_free(int64_t bytes) {
     const std::lock_guard lock(mutex);
     const auto fits = std::find_if(buffers.begin(), buffers.end(), [&](const auto& buffer) {
-      return !buffer->is_lent && buffer->memory.bytes == whole_pages(bytes);
+      return !buffer->is_lent && buffer->memory.bytes == whole_pages(bytes) && buffer->is_captured == is_capturing();
     });
     return fits == buffers.end() ? nullptr : fits->get();
   }
@@ -51,7 +56,14 @@ struct BufferPool::Shared {
   void give_back(Buffer* buffer) {
     const std::lock_guard lock(mutex);
     buffer->is_lent = false;
-    if (is_closed) release(*buffer);
+    if (is_closed) {
+      api->synchronize();
+      return release(*buffer);
+    }
+    try {
+      if (buffer->given_back) api->record(buffer->given_back->get(), api->current_stream());
+    } catch (const Error&) {  // the device failed, which its next call reports
+    }
   }
 
   void release(const Buffer& buffer) { api->release(buffer.memory.memory, buffer.memory.kind); }
@@ -75,6 +87,7 @@ c10::DataPtr BufferPool::take(std::shared_ptr<NcclApi> api, NcclApi::Communicato
   if (!buffer) {
     auto made = std::make_unique<Shared::Buffer>();
     buffer = made.get();
+    if (!made->is_captured) made->given_back = std::make_unique<Event>(shared_->api);
     {
       // In the pool before it is registered: that may throw, and who closes frees it then.
       const std::lock_guard lock(shared_->mutex);
@@ -85,6 +98,7 @@ c10::DataPtr BufferPool::take(std::shared_ptr<NcclApi> api, NcclApi::Communicato
   {
     const std::lock_guard lock(shared_->mutex);
     buffer->is_lent = true;
+    if (buffer->given_back) shared_->api->wait(shared_->api->current_stream(), buffer->given_back->get());
   }
   const auto give_back = [](void* context) {
     const std::unique_ptr<Loan> loan(static_cast<Loan*>(context));
@@ -113,6 +127,7 @@ void BufferPool::close(NcclApi::Communicator communicator) {
   if (!closing) return;
   const std::lock_guard lock(closing->mutex);
   for (const auto& buffer : closing->buffers) {
+    buffer->given_back.reset();
     deregister(*closing->api, communicator, buffer->memory);
     if (!buffer->is_lent && buffer->memory.memory) closing->release(*buffer);
   }

@@ -13,6 +13,20 @@ namespace shardproof::nccl {
 // `finish(communicator, result)` throws unless the result is success, at once or when the communicator's progress is over.
 using Finish = std::function<void(NcclApi::Communicator, NcclResult)>;
 
+// Destroyed with its owner; CUDA keeps what still waits for it.
+class Event {
+ public:
+  explicit Event(std::shared_ptr<NcclApi> api) : api_(std::move(api)), event_(api_->make_event()) {}
+  ~Event() { api_->destroy_event(event_); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  NcclApi::Event get() const { return event_; }
+
+ private:
+  std::shared_ptr<NcclApi> api_;
+  NcclApi::Event event_;
+};
+
 struct RegisteredMemory {
   void* memory = nullptr;
   int64_t bytes = 0;
@@ -28,7 +42,8 @@ void deregister(NcclApi& api, NcclApi::Communicator communicator, RegisteredMemo
 
 // Buffers that are lent and come back. They stay registered until `close`: a window for a buffer is made once, not once a step.
 // All ranks take and give back in one order, and each takes the first free one that fits, so that what ranks use in one call
-// are parts of one window.
+// are parts of one window. Whoever takes one comes behind what the stream was given that gave it back. Those of captured steps
+// stay with such steps.
 class BufferPool {
  public:
   ~BufferPool();

@@ -18,6 +18,7 @@ class NcclComm final : public Comm, public CapturableComm {
   int64_t size() const override { return group_->size(); }
   const std::string& name() const override { return name_; }
   std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) override;
+  std::vector<std::string> open_calls() const override { return engine_->calls().open(); }
   bool premultiplies() const override { return engine_->premultiplies(); }
   c10::DataPtr allocate(Op op, int64_t bytes, c10::Device device) override {
     return engine_->allocate(*group_, op, bytes, device);

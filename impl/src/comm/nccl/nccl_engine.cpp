@@ -9,6 +9,7 @@
 #include "comm/split_group.h"
 #include "shardproof/base/check.h"
 #include "shardproof/device/device_graph.h"
+#include "testing/device/streams.h"
 
 namespace shardproof::nccl {
 namespace {
@@ -186,7 +187,7 @@ void Engine::launch(const std::vector<std::shared_ptr<Operation>>& operations) {
   // An event of a capture is never over, and CUDA lets nobody ask for it.
   if (!is_capturing()) return void(flying_.insert(flying_.end(), operations.begin(), operations.end()));
   for (const auto& operation : operations) {
-    operation->complete = true;
+    operation->complete = operation->is_captured = true;
     calls_.mark(*operation, FlightCall::State::done);
   }
 }
@@ -218,7 +219,8 @@ void Engine::wait(Operation& operation) {
     api_->use_device();
     require_alive(title);
     if (!operation.launched) launch_messages(*operation.group);
-    if (!operation.blocks) api_->wait(api_->current_stream(), operation.done.get());
+    const bool is_left = operation.is_captured && !is_capturing();  // by a capture that failed
+    if (!operation.blocks && !is_left) api_->wait(api_->current_stream(), operation.done.get());
   }
   if (operation.blocks) {
     block_until(operation.done.get(), title);
@@ -231,6 +233,8 @@ void Engine::wait(Operation& operation) {
   operation.landings.clear();
   const std::lock_guard state(state_mutex_);
   // Whatever reuses their memory comes behind in the caller's stream.
+  for (const at::Tensor* tensor : {&operation.call.input, &operation.call.output})
+    if (tensor->defined()) use_here(tensor->storage().data_ptr());
   operation.call.input = operation.call.output = at::Tensor();
   calls_.end(operation);
 }
@@ -313,8 +317,9 @@ void Engine::close_groups() {
   forget_groups();
 }
 
-// Aborted lanes have no communicator any more.
+// Aborted lanes have no communicator any more. Kernels of the caller, and replays, may still use memory of the lanes.
 void Engine::forget_groups() {
+  api_->synchronize();
   for (const auto& group : groups_) {
     group->messages.clear();
     group->splits.clear();

@@ -14,20 +14,6 @@
 
 namespace shardproof::nccl {
 
-// Destroyed with its owner; CUDA keeps what still waits for it.
-class Event {
- public:
-  explicit Event(std::shared_ptr<NcclApi> api) : api_(std::move(api)), event_(api_->make_event()) {}
-  ~Event() { api_->destroy_event(event_); }
-  Event(const Event&) = delete;
-  Event& operator=(const Event&) = delete;
-  NcclApi::Event get() const { return event_; }
-
- private:
-  std::shared_ptr<NcclApi> api_;
-  NcclApi::Event event_;
-};
-
 struct Operation : process::Operation {
   // Of a tensor in host memory: where on the device its values will be, and where copies of them are put first.
   struct Landing {
@@ -46,6 +32,7 @@ struct Operation : process::Operation {
   Event done;  // recorded when launched
   std::chrono::steady_clock::time_point begun;
   bool launched = false, complete = false;
+  bool is_captured = false;  // by a graph, whose events nobody may wait for once it has ended
   // Whether who waits blocks until it is complete: tensors in host memory, and barriers.
   bool blocks = false;
   std::vector<Landing> landings;

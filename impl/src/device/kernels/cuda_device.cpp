@@ -14,12 +14,6 @@
 namespace shardproof {
 namespace {
 
-// LibTorch's current stream of this thread, on its current device.
-void* current_stream() {
-  const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
-  return guard.getStream(guard.getDevice()).native_handle();
-}
-
 // Half a gigabyte of code that a CPU run need not load. What it registers stays, so the handle is kept.
 std::string why_no_torch_cuda() {
   static const std::string reason = [] {
@@ -53,7 +47,12 @@ void use_cuda() {
   if (reason.empty()) reason = why_no_torch_cuda();
   SHARD_REQUIRE(reason.empty(), "cuda", "CUDA cannot be used here: {}. Use the CPU, or look at nvidia-smi", reason);
   at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
-  use_device_math(c10::DeviceType::CUDA, kernels::make_gpu_math(&current_stream));
+  // LibTorch's current stream of the calling thread on the device of the tensors, whichever is current; -1 is for that one.
+  const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+  for (c10::DeviceIndex index = -1; index < guard.deviceCount(); ++index) {
+    const c10::Device device(c10::DeviceType::CUDA, index);
+    use_device_math(device, kernels::make_gpu_math([=] { return guard.getStream(device).native_handle(); }, index));
+  }
   dlopen("libshardproof_cuda_graph.so", RTLD_NOW | RTLD_GLOBAL);  // it registers itself; without it captures are refused
 }
 

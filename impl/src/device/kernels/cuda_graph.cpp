@@ -16,11 +16,17 @@ class CudaGraph final : public DeviceGraph {
   at::cuda::CUDAGraph graph;
 };
 
-// After an exception: the capture ends, whatever CUDA says of it.
-void end_broken(at::cuda::CUDAGraph& graph) {
+// After an exception: the capture ends, whatever CUDA says of it. Where that is an error, LibTorch leaves the pool as it is,
+// and memory would go on coming from there.
+void end_broken(at::cuda::CUDAGraph& graph, c10::DeviceIndex device, at::cuda::MempoolId_t pool) {
   try {
     graph.capture_end();
   } catch (const std::exception&) {
+    try {
+      c10::cuda::CUDACachingAllocator::endAllocateToPool(device, pool);
+      c10::cuda::CUDACachingAllocator::releasePool(device, pool);
+    } catch (const c10::Error&) {  // it has ended
+    }
   }
 }
 
@@ -31,11 +37,12 @@ class CudaGraphs final : public DeviceGraphs {
     auto captured = std::make_shared<CudaGraph>();
     c10::cuda::device_synchronize();
     const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
-    captured->graph.capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
+    const at::cuda::MempoolId_t pool = at::cuda::graph_pool_handle();
+    captured->graph.capture_begin(pool, cudaStreamCaptureModeThreadLocal);
     try {
       work();
     } catch (...) {
-      end_broken(captured->graph);
+      end_broken(captured->graph, guard.original_stream().device_index(), pool);
       throw;
     }
     captured->graph.capture_end();

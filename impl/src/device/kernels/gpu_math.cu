@@ -6,8 +6,8 @@
 
 namespace shardproof::kernels {
 
-std::shared_ptr<const DeviceMath> make_gpu_math(std::function<void*()> stream) {
-  return std::make_shared<const KernelMath<GpuRunner>>(GpuRunner(std::move(stream)));
+std::shared_ptr<const DeviceMath> make_gpu_math(std::function<void*()> stream, int device) {
+  return std::make_shared<const KernelMath<GpuRunner>>(GpuRunner(std::move(stream), device));
 }
 
 }  // namespace shardproof::kernels

@@ -8,7 +8,8 @@
 
 namespace shardproof::kernels {
 
-// `stream` returns the cudaStream_t that the calling thread's work goes to; it is asked at every call.
-std::shared_ptr<const DeviceMath> make_gpu_math(std::function<void*()> stream);
+// `stream` returns the cudaStream_t that the calling thread's work goes to; it is asked at every call. It is one of the device
+// of this number, which is current during a call; or for -1 of the current one.
+std::shared_ptr<const DeviceMath> make_gpu_math(std::function<void*()> stream, int device = -1);
 
 }  // namespace shardproof::kernels

@@ -87,6 +87,26 @@ class Scratch {
   cudaStream_t stream_;
 };
 
+// The current device, for as long as it lives; -1 stays with that of the thread.
+class OnGpu {
+ public:
+  explicit OnGpu(int device) {
+    if (device < 0) return;
+    require_cuda(cudaGetDevice(&before_), "cudaGetDevice");
+    changes_ = before_ != device;
+    if (changes_) require_cuda(cudaSetDevice(device), "cudaSetDevice");
+  }
+  ~OnGpu() {
+    if (changes_) cudaSetDevice(before_);
+  }
+  OnGpu(const OnGpu&) = delete;
+  OnGpu& operator=(const OnGpu&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changes_ = false;
+};
+
 // Arrays to sum, by value: they travel in a kernel's arguments, of which there are 4 KiB.
 template <class T>
 struct GpuTerms {
@@ -108,10 +128,11 @@ class GpuRunner {
   template <class T>
   using Terms = GpuTerms<T>;
 
-  explicit GpuRunner(std::function<void*()> stream) : stream_(std::move(stream)) {}
+  GpuRunner(std::function<void*()> stream, int device) : stream_(std::move(stream)), device_(device) {}
 
   template <class Rule>
   void each(int64_t count, const Rule& rule) const {
+    const OnGpu on(device_);
     const Cover all = cover(count, Rule::kWidth, rule.fits());
     launch(each_pack<Rule::kWidth, Rule>, all.packs, rule);
     launch(each_pack<1, Rule>, all.rest, rule);
@@ -120,6 +141,7 @@ class GpuRunner {
   template <class Rule>
   int64_t first(int64_t count, const Rule& rule) const {
     if (count == 0) return 0;
+    const OnGpu on(device_);
     const Scratch found(sizeof(unsigned long long), stream());
     auto least = static_cast<unsigned long long>(count);
     found.fill_from(&least);
@@ -132,11 +154,13 @@ class GpuRunner {
   }
 
   void zero(void* target, int64_t bytes) const {
+    const OnGpu on(device_);
     if (bytes > 0) require_cuda(cudaMemsetAsync(target, 0, static_cast<size_t>(bytes), stream()), "cudaMemsetAsync");
   }
 
   void copy(void* target, const void* source, int64_t bytes) const {
     if (bytes == 0) return;
+    const OnGpu on(device_);
     require_cuda(cudaMemcpyAsync(target, source, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream()),
                  "cudaMemcpyAsync");
   }
@@ -144,6 +168,7 @@ class GpuRunner {
   int64_t largest_magnitude_bits(const double* x, int64_t count) const {
     unsigned long long bits = 0;
     if (count == 0) return 0;
+    const OnGpu on(device_);
     const Scratch found(sizeof(bits), stream());
     found.fill_from(&bits);
     largest_of<<<largest_blocks(count), kThreads, 0, stream()>>>(count, x, found.as<unsigned long long>());
@@ -155,6 +180,7 @@ class GpuRunner {
   bool product(const ExactProduct& product) const { return product_by_elements(*this, product); }
 
   void exact(std::span<const FlatSpan> spans, bool squares, std::span<int64_t> counters) const {
+    const OnGpu on(device_);
     require_cuda(cudaFuncSetAttribute(exact_chunks, cudaFuncAttributeMaxDynamicSharedMemorySize, kExactBytes),
                  "cudaFuncSetAttribute");
     const Scratch sums(counters.size_bytes(), stream());
@@ -186,6 +212,7 @@ class GpuRunner {
   }
 
   std::function<void*()> stream_;
+  const int device_;
 };
 
 }  // namespace shardproof::kernels

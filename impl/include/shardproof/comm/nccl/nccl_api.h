@@ -57,6 +57,8 @@ class NcclApi {
   virtual void record(Event event, Stream stream) = 0;
   virtual void wait(Stream stream, Event event) = 0;
   virtual bool is_complete(Event event) = 0;
+  // The host waits for all that the device has been given.
+  virtual void synchronize() = 0;
   // Copies in the order of the stream. Each pointer may be the host's or the device's. The host waits for the stream where the
   // memory is its own and not `pinned`.
   virtual void copy(void* target, const void* source, int64_t bytes, Stream stream) = 0;
