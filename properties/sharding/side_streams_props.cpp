@@ -48,7 +48,11 @@ TORCH_MODULE(Branched);
 struct BranchesImpl : torch::nn::Module {
   explicit BranchesImpl(bool aside, c10::Device device = fake_device::device()) {
     first = register_parameter("first", at::eye(6).to(device));
-    for (int64_t i = 0; i < 6; ++i) layers.push_back(register_module(std::to_string(i), Branched(aside, device)));
+    const at::NoGradGuard no_grad;
+    for (int64_t i = 0; i < 6; ++i) {
+      layers.push_back(register_module(std::to_string(i), Branched(aside, device)));
+      layers.back()->a.mul_(1.0 - 0.125 * static_cast<double>(i));  // no two alike
+    }
   }
   at::Tensor forward(at::Tensor x) {
     x = at::linear(x, first);

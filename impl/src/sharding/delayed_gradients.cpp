@@ -67,7 +67,6 @@ void DelayedGradients::make(std::list<Product>::iterator kept) {
         product.bucket->layout().members()[product.member].name);
   const at::NoGradGuard no_grad;
   const OnStream on(product.stream);
-  for (const Kept& tensor : {product.dy, product.x}) use_here(tensor.value.storage().data_ptr());
   product.make(product.dy.value, product.x.value);
 }
 
