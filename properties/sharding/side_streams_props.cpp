@@ -109,34 +109,6 @@ TEST(SideStreams, activations_that_come_back_are_there_on_each_stream_that_reads
   EXPECT_TRUE(kit::same_bits(gradients[0], gradients[1]));
 }
 
-TEST(SideStreams, what_another_stream_still_reads_is_given_to_no_other_gather) {
-  fake_device::install();
-  for (const Buffers buffers : {Buffers::freed, Buffers::pooled}) {
-    std::vector<std::vector<at::Tensor>> seen;
-    for (const bool aside : {false, true}) {
-      Branches model(false);
-      ShardOptions options;
-      options.buffers = buffers;
-      Sharded sharded = sharded_over_two(model, options);
-      const at::Tensor x = input_on(fake_device::device());
-      sharded.unit("0").unshard();
-      const c10::Stream here = current_stream(x.device()), there = aside ? new_stream() : here;
-      order_streams(here, there);
-      const at::NoGradGuard no_grad;
-      at::Tensor y;
-      {
-        const c10::StreamGuard on(there);
-        y = call(model->layers[0], x);
-      }
-      for (const char* next : {"1", "2"}) sharded.unit(next).unshard();
-      fake_device::synchronize();
-      const c10::StreamGuard on(there);
-      seen.push_back({y.to(at::kCPU)});
-    }
-    EXPECT_TRUE(kit::same_bits(seen[0], seen[1])) << (buffers == Buffers::pooled);
-  }
-}
-
 TEST(SideStreams, what_is_on_its_way_to_the_host_stays_where_another_stream_lets_go_of_it) {
   fake_device::install();
   HostTransfers transfers(fake_device::device());
