@@ -23,10 +23,10 @@ add_executable(shardproof_doubles doubles/shardproof_doubles.cpp)
 shardproof_uses_torch(shardproof_doubles)
 target_link_libraries(shardproof_doubles PRIVATE nccl_double unkind_groups)
 foreach(backend late_device drawn_device late_groups drawn_groups nccl_double)
-  add_test(NAME Doubles.random_cases_over_${backend}_hold
-    COMMAND shardproof_doubles verify --backend ${backend} --cases 40 --world-max 4 --seed 49 --no-python --failures "${CMAKE_CURRENT_BINARY_DIR}/failures_${backend}")
-  add_test(NAME Doubles.each_of_2000_random_cases_over_${backend}_holds
-    COMMAND shardproof_doubles verify --backend ${backend} --cases 2000 --world-max 4 --seed 50 --no-python --failures "${CMAKE_CURRENT_BINARY_DIR}/failures_${backend}")
+  set(over shardproof_doubles verify --backend ${backend} --world-max 4 --no-python
+    --failures ${CMAKE_CURRENT_BINARY_DIR}/failures_${backend})
+  add_test(NAME Doubles.random_cases_over_${backend}_hold COMMAND ${over} --cases 40 --seed 49)
+  add_test(NAME Doubles.each_of_2000_random_cases_over_${backend}_holds COMMAND ${over} --cases 2000 --seed 50)
   set_tests_properties(Doubles.random_cases_over_${backend}_hold PROPERTIES LABELS device)
   set_tests_properties(Doubles.each_of_2000_random_cases_over_${backend}_holds PROPERTIES LABELS "device;nightly" TIMEOUT 7200)
 endforeach()

@@ -119,7 +119,7 @@ TEST(WholeValues, that_differ_between_ranks_are_refused_on_every_rank) {
     Sharded sharded = sharded_linear(linear, world);
     const Values before = sharded.gather_main_parameters();
     expect_error([&] { sharded.write_parameters(values_like(before, world->rank() + 1)); },
-                 {"write_parameters: rank 0 passes 2 names", "their values", "and rank 1 2 names", "whole values on every rank"});
+                 {"write_parameters: rank 0 passes 2 names", "their values", "and rank 1 2 names", "whole values on every"});
     expect_equal(sharded.gather_main_parameters(), before, "after a refusal");
   });
 }
@@ -129,7 +129,8 @@ TEST(WholeValues, too_large_for_the_models_dtype_are_refused) {
     torch::nn::Linear linear(3, 4);
     linear->to(at::kHalf);
     Sharded sharded = sharded_linear(linear, world);
-    expect_error([&] { sharded.write_parameters({{"bias", at::full({4}, 1e6)}}); }, {"bias", "4 of its values", "float16", "1e+06"});
+    expect_error([&] { sharded.write_parameters({{"bias", at::full({4}, 1e6)}}); },
+                 {"bias", "4 of its values", "float16", "1e+06"});
     sharded.write_parameters({{"bias", at::full({4}, 1e3)}});
     EXPECT_EQ(sharded.gather_main_parameters().at("bias").sum().item<double>(), 4e3);
   });

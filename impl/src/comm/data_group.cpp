@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "base/counter_random.h"
-#include "comm/digest.h"
 #include "shardproof/base/check.h"
 
 namespace shardproof {

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 
-#include "base/counter_random.h"
 #include "shardproof/base/check.h"
 
 namespace shardproof {
@@ -204,7 +203,7 @@ void Schedule::begin_comparison() {
 
 // A rank that runs a forward alone meets the gathers of other units, or of others' backwards.
 void Schedule::gathers(const std::string& unit) {
-  gathered_ = {gathered_.count + 1, counter_mix(gathered_.order ^ std::hash<std::string>{}(unit)), unit};
+  gathered_ = {gathered_.count + 1, std::hash<std::string>{}(fmt::format("{:x} {}", gathered_.order, unit)), unit};
 }
 
 void Schedule::end_comparison() {
@@ -212,8 +211,8 @@ void Schedule::end_comparison() {
   comparison_.wait();
   if (!differ(std::exchange(hashes_, at::Tensor()))) return;
   throw_difference(*options_.compares, facts_, "schedule",
-                   "All ranks take the same steps, each with as many microbatches, run the same units forward in the same order, "
-                   "also to evaluate or where a batch is left out, and freeze the same parameters");
+                   "All ranks take the same steps, each with as many microbatches, run the same units forward in the same order "
+                   "(also to evaluate, or where a batch is left out), and freeze the same parameters");
 }
 
 void Schedule::require_recomputed_entered() const {

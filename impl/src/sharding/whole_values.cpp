@@ -6,13 +6,12 @@
 #include <functional>
 #include <map>
 
-#include "base/counter_random.h"
-#include "comm/digest.h"
 #include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"
 #include "shardproof/base/nearest.h"
-#include "shardproof/base/rounded_weight.h"
+#include "shardproof/sharding/rounded_weight.h"
 #include "shardproof/comm/agree.h"
+#include "shardproof/comm/data_group.h"
 #include "shardproof/comm/redistribute.h"
 
 namespace shardproof {
@@ -84,14 +83,14 @@ void require_fits(const char* where, const std::string& name, const at::Tensor& 
 // A name that some rank leaves out would be written in part, and a value that only some ranks have read in pieces of both. What
 // ranks pass is compared by hashes.
 void require_same_values(Comm& world, const char* where, const std::map<std::string, at::Tensor>& values) {
-  std::string names;
-  uint64_t digest = 0;
+  std::string names, digests;
   for (const auto& [name, value] : values) {
     names += name + '\n';
-    digest = counter_mix(digest ^ digest_of(value));
+    digests += fmt::format("{:x} ", digest_of(value));
   }
+  const std::hash<std::string> hash;
   const std::vector<std::string> given = gather_texts(
-      world, fmt::format("{} names ({:016x}), their values {:016x}", values.size(), std::hash<std::string>{}(names), digest));
+      world, fmt::format("{} names ({:016x}), their values {:016x}", values.size(), hash(names), hash(digests)));
   for (int64_t rank = 1; rank < world.size(); ++rank)
     SHARD_REQUIRE(given[static_cast<size_t>(rank)] == given[0], "fully_shard",
                   "{}: rank 0 passes {}, and rank {} {}. Pass the same names and whole values on every rank", where, given[0],

@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "shardproof/base/rounded_weight.h"
+#include "shardproof/sharding/rounded_weight.h"
 #include "shardproof/checkpoint/format/file_system.h"
 #include "shardproof/checkpoint/format/weight_names.h"
 #include "shardproof/checkpoint/format/weights_file.h"

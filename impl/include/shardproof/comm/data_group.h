@@ -5,9 +5,14 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+
 #include "shardproof/comm/comm.h"
 
 namespace shardproof {
+
+// A hash of the values' bits in row-major order: an element counts by what it is and where. Values on a device are copied.
+uint64_t digest_of(const at::Tensor& tensor);
 
 // Throws Error on every rank when some rank's tensor differs from rank 0's in shape, dtype or any bit; the message names those
 // ranks. Each rank computes a digest of its tensor, and the digests are gathered. Collective.

@@ -1,4 +1,4 @@
-#include "shardproof/base/rounded_weight.h"
+#include "shardproof/sharding/rounded_weight.h"
 
 #include <ATen/ATen.h>
 
