@@ -350,7 +350,7 @@ def _refuse_to_clip_whole_parameters(name: str) -> None:
 
     What it wraps is changed inside of it, because a program may have imported the function before this package.
     """
-    function = getattr(torch.nn.utils.clip_grad, name)
+    function = getattr(torch.nn.utils, name)
     inside = dict(zip(function.__code__.co_freevars, function.__closure__ or ())).get("func")
     if inside is None:  # another version of PyTorch, which wraps it in another way
         return
@@ -373,5 +373,5 @@ def _refuse_to_clip_whole_parameters(name: str) -> None:
     inside.cell_contents = checked
 
 
-for _name in ("clip_grad_norm_", "clip_grad_value_"):
+for _name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
     _refuse_to_clip_whole_parameters(_name)
