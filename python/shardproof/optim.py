@@ -9,6 +9,7 @@ from typing import Any, Callable, Iterable, Optional, Union
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from . import _C
 from .sharded import Sharded
@@ -335,6 +336,15 @@ def _numbers_of(group: dict) -> str:
     return " ".join(f"{name}={value}" for name, value in group.items() if isinstance(value, (bool, int, float, tuple)))
 
 
+def _begin_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    """The gradients of a step are there for hooks of its user, who may change them; those of a closure come later."""
+    if hasattr(optimizer, "torch_state") and (args[1] if len(args) > 1 else kwargs.get("closure")) is None:
+        optimizer._begin_step()
+
+
+_global_optimizer_pre_hooks.move_to_end(register_optimizer_step_pre_hook(_begin_step).id, last=False)
+
+
 def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = None, **settings: Any) -> torch.optim.Optimizer:
     """An optimizer of torch.optim on the shards of a model, with the bits that it has on the plain model.
 
@@ -391,15 +401,25 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
     members = f"{kind.__name__} of parameters {zlib.crc32(repr(names_of_groups).encode()):08x}"
 
     class OnShards(kind):  # type: ignore[misc, valid-type]
+        _updates = False
+
+        def _begin_step(self) -> None:
+            if not self._updates:  # where a class's step calls that of its base, hooks run again
+                sharded.native.begin_foreign_step(f"{kind.__name__}.step")
+                shards.take_gradients(self)
+
         @torch.no_grad()
         def step(self, closure: Optional[Callable] = None):
             loss = None
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            sharded.native.begin_foreign_step(f"{kind.__name__}.step")
-            shards.take_gradients(self)
-            update(self)
+                self._begin_step()
+            self._updates = True
+            try:
+                update(self)
+            finally:
+                self._updates = False
             sharded.native.finish_foreign_step(" | ".join([members, *map(_numbers_of, self.param_groups)]))
             sharded._stepped = (weakref.ref(self), sharded.step)
             shards.drop_gradients()

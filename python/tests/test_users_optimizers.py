@@ -250,3 +250,42 @@ def test_hooks_of_every_kind_run_as_often_and_in_the_order_of_plain_pytorch(tmp_
     finally:
         for handle in handles:
             handle.remove()
+
+
+class Twice(torch.optim.SGD):
+    """Its step calls that of its base, around which PyTorch puts hooks as well."""
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.grad = p.grad * 2
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Twice])
+@pytest.mark.parametrize("of_all", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_hooks_before_a_step_see_its_gradients_and_may_change_them(kind, of_all, in_place):
+    torch.optim.SGD([nn.Parameter(torch.ones(1))])  # puts hooks around its step
+
+    def clamped(optimizer, *_):
+        for p in optimizer.param_groups[0]["params"]:
+            if p.numel():
+                assert p.grad is not None
+            if in_place:
+                p.grad.clamp_(-0.01, 0.01)
+            else:
+                p.grad = p.grad.clamp(-0.01, 0.01)
+
+    class Hooked(kind):
+        def __init__(self, params, **settings):
+            super().__init__(params, **settings)
+            if not of_all:
+                self.register_step_pre_hook(clamped)
+
+    handle = register_optimizer_step_pre_hook(clamped) if of_all else None
+    try:
+        assert_near(*sharded_run(Hooked, ranks=2, lr=0.1))
+    finally:
+        if handle is not None:
+            handle.remove()
