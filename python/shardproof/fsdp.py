@@ -110,10 +110,13 @@ class FSDPModule:
         self._units(False)[0].set_backward_prefetch([module._units(False)[0] for module in modules])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, also those that are accumulated in shards."""
+        """Forget gradients of plain parameters. The root's own also forgets those that are accumulated in shards."""
         sharded = _sharded_around(self)
-        if sharded is not None:
-            sharded.zero_gradients()
+        if sharded is not None and sharded.module is not self:
+            raise _C.Error(
+                f"[fsdp] zero_grad() of a {type(self).__name__}, which is a part of a sharded {type(sharded.module).__name__}: "
+                "gradients are dropped of the whole model only. Call zero_grad() of the outermost module, or of the optimizer"
+            )
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
 

@@ -56,6 +56,12 @@ class Sharded:
         modules = dict.fromkeys(itertools.chain([module], *[unit.modules for unit in units], recomputed))
         self._hooks = [UnitHooks(mirror, each, names.get(id(each), "") or "the model") for each in modules]
         module.__dict__["_shardproof_sharded"] = self
+        module.__dict__["zero_grad"] = self._zero_grad_of_module
+
+    def _zero_grad_of_module(self, set_to_none: bool = True) -> None:
+        """Forget gradients, also those that are accumulated in shards."""
+        self.zero_gradients()
+        type(self.module).zero_grad(self.module, set_to_none)
 
     def enter_root(self, args: tuple, kwargs: dict) -> "tuple[tuple, dict]":
         """What the first hook of the model does; for a forward that began before the model was sharded."""
@@ -310,7 +316,8 @@ class Sharded:
         for hooks in self._hooks:
             hooks.remove()
         self._native = None
-        self.module.__dict__.pop("_shardproof_sharded", None)
+        for name in ("_shardproof_sharded", "zero_grad"):
+            self.module.__dict__.pop(name, None)
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if owner_of(parameter) is self:  # and was not assigned since
                 parameter.data = whole[name]
