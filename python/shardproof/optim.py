@@ -363,7 +363,9 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
     Returns
     -------
     torch.optim.Optimizer
-        An instance of ``kind``. Its ``step`` is collective, and learning-rate schedulers of torch take it.
+        An instance of ``kind``. Its ``step`` is collective, and learning-rate schedulers of torch take it. What else writes to
+        its tensors on every rank is in the next forward, which is then collective. After writes through ``.data``, which
+        PyTorch does not count, call `Sharded.main_parameters_changed`.
     """
     _require_fits(kind, settings, sharded)
     shards = ShardParameters(sharded)
@@ -421,6 +423,7 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
             finally:
                 self._updates = False
             sharded.native.finish_foreign_step(" | ".join([members, *map(_numbers_of, self.param_groups)]))
+            sharded._note_published()
             sharded._stepped = (weakref.ref(self), sharded.step)
             shards.drop_gradients()
             return loss
@@ -442,6 +445,8 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
 
     OnShards.__name__ = OnShards.__qualname__ = f"Sharded{kind.__name__}"
     made = OnShards(groups, **settings)
+    sharded._of_optimizer = [parameter for _, _, parameter in shards.pieces]
+    sharded._note_published()
     held = [[name, begin, parameter.numel()] for name, begin, parameter in shards.pieces]
 
     def require_own(_: Any, state: dict) -> None:
