@@ -327,8 +327,10 @@ def _require_fits(kind: type, settings: dict, sharded: Sharded, groups: list) ->
                     if not _updates_alike(kind, settings, group, flat, sizes, like):
                         return False
                     break
-                except Exception as error:  # what it lacks it says when it is made, or at its step
-                    failed = error if sizes is _TRIED[0] else failed
+                except Exception as error:
+                    ended = error
+            else:  # what it lacks it says when it is made, or at its step
+                failed = ended if sizes is _TRIED[0] else failed
         return True
 
     if issubclass(kind, (torch.optim.LBFGS, torch.optim.SparseAdam)):

@@ -87,7 +87,7 @@ class NeedsMore(Normed):
 
     def __init__(self, params, lr=0.1):
         params = list(params)
-        assert sum(p.numel() for p in params) > 1000000, "so few"
+        assert len(params) > 9, "so few"
         super().__init__(params, lr)
 
     def takes_norm(self, p, group):
