@@ -317,7 +317,7 @@ def _require_fits(kind: type, settings: dict, sharded: Sharded, groups: list) ->
     held = sharded.native.held_as()
     what, failed = "", None
     device = next(sharded.module.parameters(), torch.empty(0)).device
-    groups = list({repr({**(group or {}), "lr": None}): group for group in groups}.values())  # often only rates differ
+    groups = list({repr({**(group or {}), "lr": None, "params": None}): group for group in groups}.values())
 
     def updates_alike(flat: bool) -> bool:
         nonlocal failed
@@ -359,10 +359,6 @@ def parameters_in(given: Any) -> list:
     return [each[1] if isinstance(each, tuple) else each for each in listed]
 
 
-def _without_params(group: dict) -> dict:
-    return {name: value for name, value in group.items() if name != "params"}
-
-
 def _numbers_of(group: dict) -> str:
     """A group's settings that are numbers: all ranks have the same."""
     return " ".join(f"{name}={value}" for name, value in group.items() if isinstance(value, (bool, int, float, tuple)))
@@ -371,7 +367,7 @@ def _numbers_of(group: dict) -> str:
 def _begin_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
     """The gradients of a step are there for hooks of its user, who may change them; those of a closure come later."""
     if hasattr(optimizer, "torch_state") and (args[1] if len(args) > 1 else kwargs.get("closure")) is None:
-        optimizer._begin_step()
+        optimizer._begin_on_shards()
 
 
 _global_optimizer_pre_hooks.move_to_end(register_optimizer_step_pre_hook(_begin_step).id, last=False)
@@ -401,7 +397,7 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
     """
     given = [] if params is None else list(params)
     by_group = bool(given) and isinstance(given[0], dict)
-    _require_fits(kind, settings, sharded, [_without_params(group) for group in given] if by_group else [None])
+    _require_fits(kind, settings, sharded, given if by_group else [None])
     shards = ShardParameters(sharded)
     names = {id(value): name for name, value in reversed(list(sharded.module.named_parameters(remove_duplicate=False)))}
     every = list(sharded.module.parameters())
@@ -434,10 +430,10 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
     members = f"{kind.__name__} of parameters {zlib.crc32(repr(names_of_groups).encode()):08x}"
 
     class OnShards(kind):  # type: ignore[misc, valid-type]
-        _updates = False
+        _updates_shards = False
 
-        def _begin_step(self) -> None:
-            if not self._updates:  # where a class's step calls that of its base, hooks run again
+        def _begin_on_shards(self) -> None:
+            if not self._updates_shards:  # where a class's step calls that of its base, hooks run again
                 sharded.native.begin_foreign_step(f"{kind.__name__}.step")
                 shards.take_gradients(self)
 
@@ -447,12 +443,12 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-                self._begin_step()
-            self._updates = True
+                self._begin_on_shards()
+            self._updates_shards = True
             try:
                 update(self)
             finally:
-                self._updates = False
+                self._updates_shards = False
             sharded.native.finish_foreign_step(" | ".join([members, *map(_numbers_of, self.param_groups)]))
             sharded._note_published()
             sharded._stepped = (weakref.ref(self), sharded.step)
@@ -466,7 +462,7 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
         def add_param_group(self, group: dict) -> None:
             made = hasattr(self, "torch_state")
             if made:
-                _require_fits(kind, settings, sharded, [_without_params(group)])
+                _require_fits(kind, settings, sharded, [group])
             super().add_param_group({**group, "params": shard(group["params"])} if made else group)
 
         def _no_scaler(self, *_: Any) -> bool:

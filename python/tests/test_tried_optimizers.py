@@ -170,3 +170,58 @@ def test_a_class_that_cannot_be_tried_is_refused_where_ranks_have_parts():
     with pytest.raises(AssertionError, match="so few"):  # which the class says where it is made
         made("tensor")
     sharded_run(SingleOnly, list)
+
+
+class Counts(Normed):
+    """A rate that falls by a count, which is kept beside the parameters' state."""
+
+    def step(self, closure=None):
+        self.count()
+        super().step(closure)
+
+    def takes_norm(self, p, group):
+        return False
+
+
+class CountsInState(Counts):
+    def count(self):
+        self.state["all"]["t"] = self.state["all"].get("t", 0) + 1
+
+
+class CountsInItsDict(Counts):
+    t = 0
+
+    def count(self):
+        self.t += 1
+
+    def state_dict(self):
+        return {**super().state_dict(), "t": self.t}
+
+
+class CountsInGroups(Counts):
+    def count(self):
+        self.param_groups[0]["t"] = self.param_groups[0].get("t", 0) + 1
+
+    def state_dict(self):
+        return super().state_dict()
+
+
+@pytest.mark.parametrize("kind,what", [(CountsInState, r"state\['all'\]"), (CountsInItsDict, "t"), (CountsInGroups, "")])
+def test_state_that_no_checkpoint_takes_is_refused_on_every_rank(kind, what, tmp_path):
+    def body(comm):
+        model = Mixed()
+        sharded = shardproof.fully_shard(model, comm)
+        optimizer = shardproof.torch_optimizer(kind, sharded)
+        loss_of(model, batch(0)).backward()
+        optimizer.step()
+        if what:
+            with pytest.raises(shardproof.Error, match=f"rank 0: {kind.__name__} keeps {what} beside the state of parameters"):
+                shardproof.save(str(tmp_path / "x"), sharded, optimizer)
+        else:
+            shardproof.save(str(tmp_path / "x"), sharded, optimizer)
+            optimizer.param_groups[0]["t"] = 7
+            shardproof.load(str(tmp_path / "x"), sharded, optimizer)
+            assert optimizer.param_groups[0]["t"] == 1
+        assert (tmp_path / "x").exists() == (not what)
+
+    shardproof.run_threads(2, body)
