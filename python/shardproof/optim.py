@@ -316,12 +316,13 @@ def _require_fits(kind: type, settings: dict, sharded: Sharded, groups: list) ->
     """Refuse a class that needs more of a parameter, or of the model, than each rank has, with the settings of any group."""
     held = sharded.native.held_as()
     what, failed = "", None
+    of_torch = kind.__module__.startswith("torch.optim")  # whose norms show in small tensors
     device = next(sharded.module.parameters(), torch.empty(0)).device
     groups = list({repr({**(group or {}), "lr": None, "params": None}): group for group in groups}.values())
 
     def updates_alike(flat: bool) -> bool:
         nonlocal failed
-        for group, sizes in itertools.product(groups, _TRIED):
+        for group, sizes in itertools.product(groups, _TRIED[: 1 if of_torch else None]):
             for like in (torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float32, device=device)):
                 try:
                     if not _updates_alike(kind, settings, group, flat, sizes, like):
@@ -344,7 +345,7 @@ def _require_fits(kind: type, settings: dict, sharded: Sharded, groups: list) ->
             "needs whole parameters, e.g. for their norms, and a rank holds parts of them. Call fully_shard with "
             "granularity='tensor', so that each parameter lies whole on one rank; for Muon there is shardproof.muon"
         )
-    elif held == "element" and failed is not None and not kind.__module__.startswith("torch.optim"):
+    elif held == "element" and failed is not None and not of_torch:
         what = (
             f"may need whole parameters, of which a rank holds parts: a trial of two small tensors ended with "
             f"{type(failed).__name__}: {failed}. Call fully_shard with granularity='tensor', or let the class take such tensors"
