@@ -33,6 +33,7 @@ class Optimizer:
     def step(self) -> None:
         """Update the shards, bring the parameters up to date, and forget the gradients. Collective."""
         self.native.step()
+        self.sharded._note_published()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that were accumulated. `step` does it as well."""
