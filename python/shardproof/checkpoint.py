@@ -16,16 +16,16 @@ from .torch_state import TorchState
 AnyOptimizer = Union[Optimizer, torch.optim.Optimizer]
 
 
-def _sharded(model: "Union[Sharded, nn.Module]") -> _C.Sharded:
+def _sharded(model: "Union[Sharded, nn.Module]") -> Sharded:
     if isinstance(model, Sharded):
-        return model.native
+        return model
     found = sharded_of(model) if isinstance(model, nn.Module) else None
     if found is None:
         raise _C.Error(
             f"[checkpoint] expected a sharded model, got a {type(model).__name__}. Give what shardproof.fully_shard returned; "
             "after shardproof.fsdp.fully_shard, give the outermost module, once its optimizer was made or it has run"
         )
-    return found.native
+    return found
 
 
 def _on_shards(optimizer: Optional[AnyOptimizer]) -> Optional[TorchState]:
@@ -46,13 +46,12 @@ def _for_save(optimizer: Optional[AnyOptimizer]) -> Optional[_C.OptimizerState]:
     return state.for_save() if state is not None else optimizer and optimizer.native
 
 
-def _load(run: "Callable[[Optional[_C.OptimizerState]], Any]", optimizer: Optional[AnyOptimizer]) -> Any:
-    state = _on_shards(optimizer)
-    if state is None:
-        return run(optimizer and optimizer.native)
-    target = state.for_load()
-    loaded = run(target)
-    if loaded is not None:
+def _load(model: "Union[Sharded, nn.Module]", run: "Callable[..., Any]", optimizer: Optional[AnyOptimizer]) -> Any:
+    sharded, state = _sharded(model), _on_shards(optimizer)
+    target = state.for_load() if state is not None else optimizer and optimizer.native
+    loaded = run(sharded.native, target)
+    sharded._note_published()
+    if loaded is not None and state is not None:
         state.take(target)
     return loaded
 
@@ -91,7 +90,7 @@ def save(
     overwrite : bool
         Replace a directory that exists; otherwise it is an error.
     """
-    native = _sharded(sharded)
+    native = _sharded(sharded).native
     _C.save(str(directory), native, _for_save(optimizer), step, values or {}, of_rank or {}, scaler, overwrite)
 
 
@@ -121,8 +120,7 @@ def load(
     dict
         "step", "values", "of_rank" and "skipped".
     """
-    native = _sharded(sharded)
-    return _load(lambda state: _C.load(str(directory), native, state, scaler, partial), optimizer)
+    return _load(sharded, lambda native, state: _C.load(str(directory), native, state, scaler, partial), optimizer)
 
 
 def load_weights(
@@ -157,7 +155,9 @@ def load_weights(
         "missing" and "unused", lists of names, and "bytes_read", of weights by this rank. A file without adapters may be
         loaded into a model that has them: they stay as they are, and are among the missing.
     """
-    return _C.load_weights(str(path), sharded.native, family, entry, prefix, partial)
+    loaded = _C.load_weights(str(path), sharded.native, family, entry, prefix, partial)
+    sharded._note_published()
+    return loaded
 
 
 def save_weights(
@@ -243,7 +243,7 @@ class Manager:
         scaler: Optional[LossScaler] = None,
     ) -> bool:
         """Save step_N. False when it was refused because the save before is still being written. Collective."""
-        native = _sharded(sharded)
+        native = _sharded(sharded).native
         return self.native.save(native, _for_save(optimizer), step, values or {}, of_rank or {}, scaler)
 
     def poll(self) -> bool:
@@ -263,8 +263,7 @@ class Manager:
         partial: bool = False,
     ) -> "Optional[dict[str, Any]]":
         """Load the last checkpoint that was committed, as `load` does. None when there is none. Collective."""
-        native = _sharded(sharded)
-        return _load(lambda state: self.native.load_latest(native, state, scaler, partial), optimizer)
+        return _load(sharded, lambda native, state: self.native.load_latest(native, state, scaler, partial), optimizer)
 
     def steps(self) -> "list[int]":
         """What is committed."""

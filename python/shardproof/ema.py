@@ -71,9 +71,12 @@ class Ema:
         Collective. A rank that alone raises an exception puts its parameters back without waiting for the others.
         """
         self.native.swap_in()
+        self.sharded._note_published()
         try:
             yield
         except BaseException:
             self.native.put_back()
+            self.sharded._note_published()
             raise
         self.native.swap_out()
+        self.sharded._note_published()

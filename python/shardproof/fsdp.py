@@ -110,10 +110,13 @@ class FSDPModule:
         self._units(False)[0].set_backward_prefetch([module._units(False)[0] for module in modules])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, also those that are accumulated in shards."""
+        """Forget gradients of plain parameters. The root's own also forgets those that are accumulated in shards."""
         sharded = _sharded_around(self)
-        if sharded is not None:
-            sharded.zero_gradients()
+        if sharded is not None and sharded.module is not self:
+            raise _C.Error(
+                f"[fsdp] zero_grad() of a {type(self).__name__}, which is a part of a sharded {type(sharded.module).__name__}: "
+                "gradients are dropped of the whole model only. Call zero_grad() of the outermost module, or of the optimizer"
+            )
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
 
@@ -274,17 +277,39 @@ def optimizer(kind: type, params: Iterable, **settings: Any) -> torch.optim.Opti
 
 
 def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: "float | str" = 2.0) -> torch.Tensor:
-    """Clip the gradient of the whole model, as torch.nn.utils.clip_grad_norm_. Collective.
+    """Clip the gradients of whole models by one norm over all of them, as torch.nn.utils.clip_grad_norm_. Collective.
 
-    The norm counts every element once on every mesh, and is taken of all parameters of the model, whichever are given.
+    The norm counts every element once on every mesh, and is taken of all sharded parameters of each model that one of the
+    given is of, and of the given ones that are not sharded. Gradients of the latter must be the same on every rank.
     """
-    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    sharded = next((found for found in map(owner_of, given) if found is not None), None)
-    if sharded is None:
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    plain = [parameter for parameter in given if owner_of(parameter) is None]
+    models = list(dict.fromkeys(found for found in map(owner_of, given) if found is not None))
+    if not models:
         raise _C.Error(
             "[fsdp] clip_grad_norm_: none of the parameters is of a sharded model. Use torch.nn.utils.clip_grad_norm_"
         )
-    return torch.tensor(sharded.clip_gradients(max_norm, float(norm_type)))
+    if len(models) == 1 and not plain:
+        return torch.tensor(models[0].clip_gradients(max_norm, float(norm_type)))
+    gradients = [parameter.grad for parameter in plain if parameter.grad is not None]
+    norms = [sharded.gradient_norm(float(norm_type)) for sharded in models]
+    if plain:
+        norms.append(float(torch.nn.utils.get_total_norm(gradients, float(norm_type))))
+        of_ranks = models[0].comms.world.gather_texts(str(norms[-1]))
+        if len(set(of_ranks)) > 1:
+            raise _C.Error(
+                f"[fsdp] clip_grad_norm_: {len(plain)} of the parameters are not sharded, and the norms of their gradients are "
+                f"{', '.join(of_ranks)} on the ranks, so no one factor fits. Average these gradients over the ranks before, "
+                "or call fully_shard of the root, too, without ignored_params"
+            )
+    norm = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), float(norm_type))
+    divisor = (float(norm) + 1e-6) / max_norm
+    if not divisor <= 1:
+        for sharded in models:
+            sharded.divide_gradients(divisor)
+        for gradient in gradients:
+            gradient.div_(divisor)
+    return norm.float()
 
 
 def __getattr__(name: str) -> Callable:

@@ -67,6 +67,7 @@ class Lora:
         A weight with another user, as that of a tied head has, is an error, and nothing is merged.
         """
         self.native.merge(sharded.native)
+        sharded._note_published()
 
     def save(
         self,
@@ -107,6 +108,7 @@ class Lora:
         So are adapters that were merged into the weights of this model, which would then have them twice.
         """
         self.native.load(str(directory), sharded.native, module_prefix)
+        sharded._note_published()
 
 
 @dataclasses.dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 import zlib
@@ -9,6 +10,7 @@ from typing import Any, Callable, Iterable, Optional, Union
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from . import _C
 from .sharded import Sharded
@@ -31,6 +33,7 @@ class Optimizer:
     def step(self) -> None:
         """Update the shards, bring the parameters up to date, and forget the gradients. Collective."""
         self.native.step()
+        self.sharded._note_published()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that were accumulated. `step` does it as well."""
@@ -273,18 +276,25 @@ class ShardParameters:
             parameter.grad = None
 
 
-def _updates_alike(kind: type, settings: dict, flat: bool) -> bool:
+# What an optimizer is tried on: small tensors, one that it may factor, one of a convolution.
+_TRIED = (((4, 3), (3, 2)), ((130, 129), (3, 2)), ((3, 2, 2, 2), (3, 2)))
+
+
+def _updates_alike(kind: type, settings: dict, group: Optional[dict], flat: bool, sizes: tuple, like: torch.Tensor) -> bool:
     """Whether a trial updates two tensors alike together and each alone; with `flat`, in flat pieces, as those of ranks."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(scale: float) -> "list[torch.Tensor]":
-        return [scale * torch.randn(size, dtype=torch.float64, generator=generator) for size in ((4, 3), (3, 2))]
+        return [(scale * torch.randn(size, dtype=torch.float64, generator=generator)).to(like) for size in sizes]
 
     values, gradients = drawn(1), [drawn(scale) for scale in (1, 1000, 1, 0.001, 1, 1)]
 
     def changes(chosen: "Callable[[list[torch.Tensor]], list[torch.Tensor]]") -> torch.Tensor:
         parameters = [nn.Parameter(each.clone()) for each in chosen(values)]
-        optimizer = kind(parameters, **settings)
+        optimizer = kind(parameters if group is None else [{**group, "params": parameters}], **settings)
+        for made in optimizer.param_groups:
+            if "lr" in made and not made["lr"]:  # a schedule is to set it
+                made["lr"] = made["lr"] + 1.0
         for each in gradients:
             for parameter, gradient in zip(parameters, chosen(each)):
                 parameter.grad = gradient.clone()
@@ -292,33 +302,54 @@ def _updates_alike(kind: type, settings: dict, flat: bool) -> bool:
         return torch.cat([(new - old).flatten() for new, old in zip(parameters, chosen(values))])
 
     pieces = [lambda t: [t[0].flatten()[:5]], lambda t: [t[0].flatten()[5:]], lambda t: [t[1].flatten()]]
-    try:
-        with torch.no_grad():
-            together = changes(lambda tensors: tensors)
-    except Exception:  # nothing is known of it; what it lacks it says when it is made, or at its step
-        return True
+    with torch.no_grad():
+        together = changes(lambda tensors: tensors)
     try:
         with torch.no_grad():
             alone = torch.cat([changes(each) for each in (pieces if flat else [lambda t: t[:1], lambda t: t[1:]])])
     except Exception:  # it takes no such tensors
         return False
-    return torch.allclose(together, alone, rtol=1e-6, atol=1e-6 * float(together.abs().amax()), equal_nan=True)
+    near = 1e-6 if like.dtype == torch.float64 else 1e-3
+    return torch.allclose(together, alone, rtol=near, atol=near * float(together.abs().amax()), equal_nan=True)
 
 
-def _require_fits(kind: type, settings: dict, sharded: Sharded) -> None:
-    """Refuse a class that needs more of a parameter, or of the model, than each rank has."""
+def _require_fits(kind: type, settings: dict, sharded: Sharded, groups: list) -> None:
+    """Refuse a class that needs more of a parameter, or of the model, than each rank has, with the settings of any group."""
     held = sharded.native.held_as()
-    what = ""
+    what, failed = "", None
+    of_torch = kind.__module__.startswith("torch.optim")  # whose norms show in small tensors
+    device = next(sharded.module.parameters(), torch.empty(0)).device
+    groups = list({repr({**(group or {}), "lr": None, "params": None}): group for group in groups}.values())
+
+    def updates_alike(flat: bool) -> bool:
+        nonlocal failed
+        for group, sizes in itertools.product(groups, _TRIED[: 1 if of_torch else None]):
+            for like in (torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float32, device=device)):
+                try:
+                    if not _updates_alike(kind, settings, group, flat, sizes, like):
+                        return False
+                    break
+                except Exception as error:
+                    ended = error
+            else:  # what it lacks it says when it is made, or at its step
+                failed = ended if sizes is _TRIED[0] else failed
+        return True
+
     if issubclass(kind, (torch.optim.LBFGS, torch.optim.SparseAdam)):
         what = "needs whole parameters, and its closure several times a step or sparse gradients. Use another class"
     elif held == "model":
         return
-    elif held == "tensor" and not _updates_alike(kind, settings, flat=False):
+    elif held == "tensor" and not updates_alike(flat=False):
         what = "needs all parameters together, and a rank holds some of them. Use strategy='ddp', which keeps all on every rank"
-    elif held == "element" and not _updates_alike(kind, settings, flat=True):
+    elif held == "element" and not updates_alike(flat=True):
         what = (
             "needs whole parameters, e.g. for their norms, and a rank holds parts of them. Call fully_shard with "
             "granularity='tensor', so that each parameter lies whole on one rank; for Muon there is shardproof.muon"
+        )
+    elif held == "element" and failed is not None and not of_torch:
+        what = (
+            f"may need whole parameters, of which a rank holds parts: a trial of two small tensors ended with "
+            f"{type(failed).__name__}: {failed}. Call fully_shard with granularity='tensor', or let the class take such tensors"
         )
     if what:
         raise _C.Error(f"[optimizer] {kind.__name__} {what}")
@@ -333,6 +364,15 @@ def parameters_in(given: Any) -> list:
 def _numbers_of(group: dict) -> str:
     """A group's settings that are numbers: all ranks have the same."""
     return " ".join(f"{name}={value}" for name, value in group.items() if isinstance(value, (bool, int, float, tuple)))
+
+
+def _begin_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    """The gradients of a step are there for hooks of its user, who may change them; those of a closure come later."""
+    if hasattr(optimizer, "torch_state") and (args[1] if len(args) > 1 else kwargs.get("closure")) is None:
+        optimizer._begin_on_shards()
+
+
+_global_optimizer_pre_hooks.move_to_end(register_optimizer_step_pre_hook(_begin_step).id, last=False)
 
 
 def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = None, **settings: Any) -> torch.optim.Optimizer:
@@ -353,9 +393,13 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
     Returns
     -------
     torch.optim.Optimizer
-        An instance of ``kind``. Its ``step`` is collective, and learning-rate schedulers of torch take it.
+        An instance of ``kind``. Its ``step`` is collective, and learning-rate schedulers of torch take it. What else writes to
+        its tensors on every rank is in the next forward, which is then collective. After writes through ``.data``, which
+        PyTorch does not count, call `Sharded.main_parameters_changed`.
     """
-    _require_fits(kind, settings, sharded)
+    given = [] if params is None else list(params)
+    by_group = bool(given) and isinstance(given[0], dict)
+    _require_fits(kind, settings, sharded, given if by_group else [None])
     shards = ShardParameters(sharded)
     names = {id(value): name for name, value in reversed(list(sharded.module.named_parameters(remove_duplicate=False)))}
     every = list(sharded.module.parameters())
@@ -379,28 +423,36 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
 
     if params is None:
         groups: list = [{"params": shard(parameter for parameter in every if id(parameter) not in sharded._ignored)}]
+    elif by_group:
+        groups = [{**group, "params": shard(group["params"])} for group in given]
     else:
-        given = list(params)
-        groups = (
-            [{**group, "params": shard(group["params"])} for group in given]
-            if given and isinstance(given[0], dict)
-            else [{"params": shard(given)}]
-        )
+        groups = [{"params": shard(given)}]
 
     update = bare_step(kind)
     members = f"{kind.__name__} of parameters {zlib.crc32(repr(names_of_groups).encode()):08x}"
 
     class OnShards(kind):  # type: ignore[misc, valid-type]
+        _updates_shards = False
+
+        def _begin_on_shards(self) -> None:
+            if not self._updates_shards:  # where a class's step calls that of its base, hooks run again
+                sharded.native.begin_foreign_step(f"{kind.__name__}.step")
+                shards.take_gradients(self)
+
         @torch.no_grad()
         def step(self, closure: Optional[Callable] = None):
             loss = None
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            sharded.native.begin_foreign_step(f"{kind.__name__}.step")
-            shards.take_gradients(self)
-            update(self)
+                self._begin_on_shards()
+            self._updates_shards = True
+            try:
+                update(self)
+            finally:
+                self._updates_shards = False
             sharded.native.finish_foreign_step(" | ".join([members, *map(_numbers_of, self.param_groups)]))
+            sharded._note_published()
             sharded._stepped = (weakref.ref(self), sharded.step)
             shards.drop_gradients()
             return loss
@@ -411,6 +463,8 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
 
         def add_param_group(self, group: dict) -> None:
             made = hasattr(self, "torch_state")
+            if made:
+                _require_fits(kind, settings, sharded, [group])
             super().add_param_group({**group, "params": shard(group["params"])} if made else group)
 
         def _no_scaler(self, *_: Any) -> bool:
@@ -422,6 +476,8 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
 
     OnShards.__name__ = OnShards.__qualname__ = f"Sharded{kind.__name__}"
     made = OnShards(groups, **settings)
+    sharded._of_optimizer = [parameter for _, _, parameter in shards.pieces]
+    sharded._note_published()
     held = [[name, begin, parameter.numel()] for name, begin, parameter in shards.pieces]
 
     def require_own(_: Any, state: dict) -> None:

@@ -55,7 +55,25 @@ class Sharded:
         recomputed = [each for each in inner if _C.UnitCall(mirror, each).is_unit]
         modules = dict.fromkeys(itertools.chain([module], *[unit.modules for unit in units], recomputed))
         self._hooks = [UnitHooks(mirror, each, names.get(id(each), "") or "the model") for each in modules]
+        self._hooks.append(module.register_forward_pre_hook(self._publish, prepend=True))
+        self._of_optimizer: "list[nn.Parameter]" = []  # what an optimizer of torch.optim writes to, and anybody else who may
+        self._version = 0
         module.__dict__["_shardproof_sharded"] = self
+        module.__dict__["zero_grad"] = self._zero_grad_of_module
+
+    def _zero_grad_of_module(self, set_to_none: bool = True) -> None:
+        """Forget gradients, also those that are accumulated in shards."""
+        self.zero_gradients()
+        type(self.module).zero_grad(self.module, set_to_none)
+
+    def _publish(self, *_: Any) -> None:
+        """Bring parameters up to date where somebody wrote to the optimizer's tensors since. Collective where that is so."""
+        if self._version != sum(each._version for each in self._of_optimizer):
+            self.main_parameters_changed()
+
+    def _note_published(self) -> None:
+        """Take note that the library itself has brought the parameters up to date."""
+        self._version = sum(each._version for each in self._of_optimizer)
 
     def enter_root(self, args: tuple, kwargs: dict) -> "tuple[tuple, dict]":
         """What the first hook of the model does; for a forward that began before the model was sharded."""
@@ -191,10 +209,12 @@ class Sharded:
     def main_parameters_changed(self) -> None:
         """Bring the parameters up to date after the main ones were written to. Collective."""
         self.native.main_parameters_changed()
+        self._note_published()
 
     @torch.no_grad()
     def gather(self) -> "dict[str, torch.Tensor]":
         """Whole parameters by name, on every rank, in the dtype in which units compute. Collective."""
+        self._publish()
         return dict(self.native.gather_parameters())
 
     def gather_main_parameters(self) -> "dict[str, torch.Tensor]":
@@ -220,6 +240,7 @@ class Sharded:
         state stays as it is. A name or shape that does not fit is an error on every rank, before anything is written.
         """
         self.native.write_parameters({name: value.detach() for name, value in values.items()})
+        self._note_published()
 
     def write_gradients(self, values: "dict[str, torch.Tensor]") -> None:
         """The same for the final gradients, after the last backward. Collective."""
@@ -310,7 +331,8 @@ class Sharded:
         for hooks in self._hooks:
             hooks.remove()
         self._native = None
-        self.module.__dict__.pop("_shardproof_sharded", None)
+        for name in ("_shardproof_sharded", "zero_grad"):
+            self.module.__dict__.pop(name, None)
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if owner_of(parameter) is self:  # and was not assigned since
                 parameter.data = whole[name]
@@ -350,7 +372,7 @@ def _refuse_to_clip_whole_parameters(name: str) -> None:
 
     What it wraps is changed inside of it, because a program may have imported the function before this package.
     """
-    function = getattr(torch.nn.utils.clip_grad, name)
+    function = getattr(torch.nn.utils, name)
     inside = dict(zip(function.__code__.co_freevars, function.__closure__ or ())).get("func")
     if inside is None:  # another version of PyTorch, which wraps it in another way
         return
@@ -373,5 +395,5 @@ def _refuse_to_clip_whole_parameters(name: str) -> None:
     inside.cell_contents = checked
 
 
-for _name in ("clip_grad_norm_", "clip_grad_value_"):
+for _name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
     _refuse_to_clip_whole_parameters(_name)

@@ -323,3 +323,5 @@ def transfer(
         world = comm if isinstance(comm, _C.Comm) else comm_of(comm)
     native = [None if model is None else model.native for model in (source, target)]
     _C.transfer(world, native[0], native[1], bytes_at_once)
+    if target is not None:
+        target._note_published()

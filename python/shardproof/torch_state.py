@@ -60,6 +60,7 @@ class TorchState:
         """The state of all ranks. Collective."""
         foreign = self._foreign([([], []) for _ in self.groups])
         try:
+            self._require_state_of_parameters()
             for name in itertools.chain(*self.groups):
                 if name in self.pieces:
                     foreign.hold(name, *self._joined(name, self.pieces[name]))
@@ -130,6 +131,16 @@ class TorchState:
             flat = [value.detach().contiguous().view(-1) for value in values]
             tensors[what] = flat[0] if len(flat) == 1 else torch.cat(flat)
         return tensors, scalars
+
+    def _require_state_of_parameters(self) -> None:
+        beside = [f"state[{key!r}]" for key in self.optimizer.state if not isinstance(key, torch.Tensor)]
+        if self.kind.state_dict is not torch.optim.Optimizer.state_dict:
+            beside += sorted(set(self.optimizer.state_dict()) - {"state", "param_groups", "shards"})
+        if beside:
+            raise _C.Error(
+                f"[checkpoint] rank {self.sharded.rank}: {self.kind.__name__} keeps {', '.join(beside)} beside the state of "
+                "parameters, which a checkpoint does not take. Keep it in param_groups, or in the state of each parameter"
+            )
 
     def _after_a_step(self, group: dict, names: "list[str]") -> dict:
         """What the optimizer holds of a parameter of this group after one step: of a small one with as many dims."""

@@ -6,15 +6,29 @@ import warnings
 
 import pytest
 import torch
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_  # before the package is opened, as programs do
+from torch import nn
+
+# Before the package is opened, as programs do.
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
 
 import shardproof
+from shardproof import fsdp
 from models import Block, Net, batch, loss_of
 
 CLIPS = [clip_grad_norm_, clip_grad_value_, torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_]
 
 
-@pytest.mark.parametrize("clip", CLIPS)
+def with_the_norm(parameters, norm_max):
+    """torchtitan's way."""
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in given if p.grad is not None])
+    clip_grads_with_norm_(given, norm_max, norm)
+
+
+with_the_norm.__name__ = "clip_grads_with_norm_"
+
+
+@pytest.mark.parametrize("clip", [*CLIPS, with_the_norm])
 def test_pytorchs_clipping_of_a_sharded_model_is_refused_and_names_ours(clip):
     def body(comm):
         model = Net()
@@ -30,7 +44,7 @@ def test_pytorchs_clipping_of_a_sharded_model_is_refused_and_names_ours(clip):
     shardproof.run_threads(2, body)
 
 
-@pytest.mark.parametrize("clip", CLIPS[:2])
+@pytest.mark.parametrize("clip", [*CLIPS[:2], with_the_norm])
 def test_pytorchs_clipping_of_parameters_that_are_not_sharded_is_as_it_was(clip):
     def gradients_of(model, given):
         loss_of(model, batch(0)).backward()
@@ -72,3 +86,57 @@ def test_the_norm_and_the_warning_of_pytorchs_clipping_are_as_they_were():
         clip_grad_norm_((p for p in ()), 1.0)
     assert len(caught) == 1 and "empty generator" in str(caught[0].message), caught
     assert isinstance(model.parameters(), types.GeneratorType)
+
+
+def sharded_parts(comm, base, how):
+    """Models that are clipped together, on two ranks that have the same batch."""
+    parts, mesh = copy.deepcopy(base), shardproof.MeshComm(comm, "dp_shard=2")
+    if how == "two models":
+        for model in parts:
+            fsdp.fully_shard(model, mesh=mesh)
+    elif how == "ignored parameters":
+        shardproof.fully_shard(parts, comm, units=[Net], ignored="1.out.*")
+    else:
+        for model in parts:
+            for block in model.blocks:
+                fsdp.fully_shard(block, mesh=mesh)
+    return parts
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("norm_max", [0.3, 1e9])
+@pytest.mark.parametrize("how", ["two models", "ignored parameters", "layers without a root"])
+def test_parameters_of_several_models_and_plain_ones_are_clipped_by_one_norm(how, norm_max, order):
+    base = nn.ModuleList([Net(), Net()])
+
+    def backward(parts):
+        (loss_of(parts[0], batch(0)) + 3 * loss_of(parts[1], batch(1))).backward()
+
+    expected = copy.deepcopy(base)
+    backward(expected)
+    norm_expected = clip_grad_norm_(expected.parameters(), norm_max, order)
+
+    def body(comm):
+        parts = sharded_parts(comm, base, how)
+        backward(parts)
+        norm = fsdp.clip_grad_norm_(parts.parameters(), norm_max, order)
+        assert norm.dtype == torch.float32 and norm.item() == pytest.approx(norm_expected.item(), rel=1e-5)
+        got = {name: p.grad for name, p in parts.named_parameters() if p.grad is not None}
+        for name, module in parts.named_modules():
+            if (sharded := shardproof.sharded_of(module)) is not None:
+                got.update({f"{name}.{key}".lstrip("."): value for key, value in sharded.gather_gradients().items()})
+        assert len(got) == len(dict(parts.named_parameters()))
+        for name, p in expected.named_parameters():
+            assert torch.allclose(got[name], p.grad, rtol=1e-4, atol=1e-8), name
+
+    shardproof.run_threads(2, body)
+
+
+def test_plain_parameters_whose_gradients_differ_between_ranks_are_not_clipped_with_a_model():
+    def body(comm):
+        parts = sharded_parts(comm, nn.ModuleList([Net()]), "layers without a root")
+        loss_of(parts[0], batch(comm.rank)).backward()
+        with pytest.raises(shardproof.Error, match="8 of the parameters are not sharded, and the norms .* Average these"):
+            fsdp.clip_grad_norm_([*parts.parameters(), *parts[0].inp.parameters(), *parts[0].out.parameters()], 0.1)
+
+    shardproof.run_threads(2, body)

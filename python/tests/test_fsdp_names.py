@@ -68,6 +68,35 @@ def test_accumulation_by_set_requires_gradient_sync():
         assert norm > 0
 
 
+def test_gradients_are_dropped_of_the_whole_model_and_not_by_one_of_its_parts():
+    base = Net()
+
+    def body(comm):
+        model = shard(comm, copy.deepcopy(base))
+        model.blocks[0].zero_grad()  # nothing is sharded as yet
+        norms = []
+        for drops in (False, True):
+            model.set_is_last_backward(False)
+            loss_of(model, batch(1)).backward()
+            with pytest.raises(shardproof.Error, match="zero_grad.. of a FSDPBlock, which is a part of a sharded FSDPNet"):
+                model.blocks[0].zero_grad()
+            if drops:
+                model.zero_grad()
+            model.set_is_last_backward(True)
+            loss_of(model, batch(0)).backward()
+            norms.append(model._shardproof_handle().gradient_norm())
+            model.zero_grad()
+        return norms
+
+    plain = copy.deepcopy(base)
+    loss_of(plain, batch(0)).backward()
+    alone = nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item()
+    loss_of(plain, batch(1)).backward()
+    both = nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item()
+    for norms in shardproof.run_threads(2, body):
+        assert norms == pytest.approx([both, alone], rel=1e-6)
+
+
 def test_units_are_gathered_and_freed_by_hand():
     def body(comm):
         model = shard(comm, Net())

@@ -250,3 +250,143 @@ def test_hooks_of_every_kind_run_as_often_and_in_the_order_of_plain_pytorch(tmp_
     finally:
         for handle in handles:
             handle.remove()
+
+
+class Twice(torch.optim.SGD):
+    """Its step calls that of its base, around which PyTorch puts hooks as well."""
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.grad = p.grad * 2
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Twice])
+@pytest.mark.parametrize("of_all", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_hooks_before_a_step_see_its_gradients_and_may_change_them(kind, of_all, in_place):
+    torch.optim.SGD([nn.Parameter(torch.ones(1))])  # puts hooks around its step
+
+    def clamped(optimizer, *_):
+        for p in optimizer.param_groups[0]["params"]:
+            if p.numel():
+                assert p.grad is not None
+            if in_place:
+                p.grad.clamp_(-0.01, 0.01)
+            else:
+                p.grad = p.grad.clamp(-0.01, 0.01)
+
+    class Hooked(kind):
+        def __init__(self, params, **settings):
+            super().__init__(params, **settings)
+            if not of_all:
+                self.register_step_pre_hook(clamped)
+
+    handle = register_optimizer_step_pre_hook(clamped) if of_all else None
+    try:
+        assert_near(*sharded_run(Hooked, ranks=2, lr=0.1))
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+class Averaged(WithRate):
+    """As schedule-free optimizers: `eval` puts averages in the place of the parameters, `train` takes them out again."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.add_(p.grad, alpha=-self.param_groups[0]["lr"])
+                self.state[p].setdefault("average", p.clone()).lerp_(p, 0.5)
+
+    @torch.no_grad()
+    def eval(self):
+        for p, state in self.state.items():
+            state["kept"] = p.clone()
+            p.copy_(state["average"])
+
+    @torch.no_grad()
+    def train(self):
+        for p, state in self.state.items():
+            p.copy_(state.pop("kept"))
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "ddp"])
+def test_what_is_written_to_the_optimizers_tensors_after_a_step_is_in_the_next_forward(strategy, low):
+    base = Net()
+
+    def body(comm):
+        model = Net()
+        model.load_state_dict(base.state_dict())
+        precision = shardproof.Precision(compute=torch.bfloat16) if low else None
+        sharded = shardproof.fully_shard(model, comm, units=[Block], strategy=strategy, precision=precision)
+        optimizer = shardproof.torch_optimizer(Averaged, sharded)
+        given, outputs = (each.bfloat16() if low else each for each in batch(0)), []
+        x, y = given
+        for _ in range(3):
+            loss_of(model, (x, y)).backward()
+            optimizer.step()
+            optimizer.eval()
+            assert_same_bits(sharded.gather(), {n: v.to(x.dtype) for n, v in sharded.gather_main_parameters().items()})
+            optimizer.train()
+            optimizer.eval()
+            with torch.no_grad():
+                outputs.append(model(x).float())
+            optimizer.train()
+        return outputs
+
+    plain, expected = Net(), []
+    plain.load_state_dict(base.state_dict())
+    optimizer = Averaged(plain.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(plain, batch(0)).backward()
+        optimizer.step()
+        optimizer.eval()
+        expected.append(plain(batch(0)[0]).detach())
+        optimizer.train()
+    for outputs in shardproof.run_threads(2, body):
+        for ours, value in zip(outputs, expected):
+            assert torch.allclose(ours, value, atol=0.05 if low else 1e-5)
+    assert (expected[0] - expected[2]).abs().max() > 0.2
+
+
+def test_what_the_library_writes_needs_no_forward_of_every_rank(tmp_path):
+    base = Net()
+
+    def body(comm):
+        model = Net()
+        model.load_state_dict(base.state_dict())
+        sharded = shardproof.fully_shard(model, comm, strategy="zero1")
+        optimizer, ema = shardproof.torch_optimizer(torch.optim.SGD, sharded, lr=0.1), shardproof.Ema(sharded)
+        loss_of(model, batch(comm.rank)).backward()
+        optimizer.step()
+        shardproof.save(str(tmp_path / "x"), sharded, optimizer)
+        whole, alone = sharded.gather(), []
+
+        def evaluate():
+            if comm.rank == 0:
+                with torch.no_grad():
+                    alone.append(model(batch(2)[0]))
+
+        evaluate()
+        with ema.swapped_in():
+            evaluate()
+        evaluate()
+        sharded.write_parameters({name: torch.zeros_like(value) for name, value in whole.items()})
+        evaluate()
+        shardproof.load(str(tmp_path / "x"), sharded, optimizer)
+        evaluate()
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][0].zero_()
+        sharded.main_parameters_changed()
+        evaluate()
+        comm.barrier()
+        return alone
+
+    trained, averaged, back, zero, loaded, _ = shardproof.run_threads(2, body)[0]
+    assert torch.equal(trained, back) and torch.equal(trained, loaded) and not zero.any()
+    assert not torch.equal(trained, averaged)
