@@ -211,8 +211,8 @@ void Schedule::end_comparison() {
   comparison_.wait();
   if (!differ(std::exchange(hashes_, at::Tensor()))) return;
   throw_difference(*options_.compares, facts_, "schedule",
-                   "All ranks take the same steps, each with as many microbatches, run the same units forward in the same order "
-                   "(also to evaluate, or where a batch is left out), and freeze the same parameters");
+                   "All ranks take the same steps, each with as many microbatches, run the same units forward in the same "
+                   "order (also to evaluate, or where a batch is left out), and freeze the same parameters");
 }
 
 void Schedule::require_recomputed_entered() const {
