@@ -238,7 +238,8 @@ def main(arguments):
             held = False
             continue
         first = first or row
-        farthest = max(abs(a - b) / abs(b) for a, b in zip(row["losses"], first["losses"]))
+        distances = [abs(a - b) / abs(b) for a, b in zip(row["losses"], first["losses"])]
+        farthest = next((each for each in distances if each != each), max(distances))  # NaN is the farthest
         agrees = name == "megatron" or farthest <= LOSS_TOLERANCE[options.precision]
         held &= agrees
         if options.json:

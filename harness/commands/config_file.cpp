@@ -19,6 +19,7 @@ std::string without_comment(const std::string& line) {
   char quote = 0;
   for (size_t i = 0; i < line.size(); ++i) {
     if (quote == 0 && line[i] == '#') return line.substr(0, i);
+    if (quote == '"' && line[i] == '\\') ++i;
     if (quote == 0 ? line[i] == '"' || line[i] == '\'' : line[i] == quote) quote = quote == 0 ? line[i] : 0;
   }
   return line;

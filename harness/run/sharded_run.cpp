@@ -1,6 +1,8 @@
 #include "harness/run/sharded_run.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cmath>
@@ -46,6 +48,28 @@ std::vector<Piece> copies(std::vector<Piece> pieces) {
   for (Piece& piece : pieces) piece.data = piece.data.to(at::kCPU, at::kFloat, /*non_blocking=*/false, /*copy=*/true);
   return pieces;
 }
+
+// While it lives a device's work comes on a stream that the program chose, as a user's may: behind what was given before, and
+// before what is given afterwards. The library has a say in none of it.
+class UsersStream {
+ public:
+  explicit UsersStream(c10::Device device) : guard_(device.type()), before_(guard_.getStream(device)) {
+    const c10::Stream own = guard_.getStreamFromGlobalPool(device);
+    order(before_, own);
+    guard_.exchangeStream(own);
+  }
+  ~UsersStream() { order(guard_.exchangeStream(before_), before_); }
+  UsersStream(const UsersStream&) = delete;
+
+ private:
+  static void order(c10::Stream first, c10::Stream second) {
+    c10::Event event(first.device_type());
+    event.record(first);
+    event.block(second);
+  }
+  const c10::impl::VirtualGuardImpl guard_;
+  const c10::Stream before_;
+};
 
 // One rank through the history, or through what lies between two loads.
 class RankRun {
@@ -115,6 +139,8 @@ class RankRun {
   RankStep step(size_t index) {
     const StepPlan& plan = case_.steps[index];
     if (!std::exchange(begun_, true)) ask(index, Moment::begun);
+    std::optional<UsersStream> users;
+    if (!device_.is_cpu() && (case_.seed + index) % 2 == 0) users.emplace(device_);
     const golden::Step& step = run_.steps[index];
     set_frozen(plan);
     optimizer_.set_lr_factor(lr_factor(case_, index));

@@ -93,6 +93,9 @@ TEST(UnkindGroups, calls_leave_the_callers_stream_alone_until_somebody_waits) {
     at::Tensor first = there(at::full({5}, comm->rank() + 1.0)), second = there(at::full({5}, 10.0 * (comm->rank() + 1)));
     Work one = comm->all_reduce(first), two = comm->all_reduce(second);
     const at::Tensor meanwhile = there(at::ones({5})).mul(3);
+    fake_device::synchronize();  // what the caller's stream has, and no more
+    EXPECT_EQ(*fake_device::on_host<float>(meanwhile), 3);
+    EXPECT_EQ(*fake_device::on_host<float>(first), comm->rank() + 1);
     two.wait();
     one.wait();
     EXPECT_TRUE(first.cpu().eq(3).all().item<bool>());

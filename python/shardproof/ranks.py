@@ -264,7 +264,7 @@ def _with_cpu(group: "torch.distributed.ProcessGroup") -> "torch.distributed.Pro
         both._register_backend(
             torch.device(device), dist.Backend.backend_type_map[name], owner._get_backend(torch.device(device))
         )
-        both._set_default_backend(dist.Backend.backend_type_map[name])
+    both._set_default_backend(dist.Backend.backend_type_map[name])
     return both
 
 

@@ -6,6 +6,7 @@
 
 #include "sharding/storage.h"
 #include "shardproof/base/check.h"
+#include "shardproof/device/device_graph.h"
 #include "shardproof/nn/meta_init.h"
 #include "testing/base/call_label.h"
 #include "testing/device/streams.h"
@@ -183,18 +184,24 @@ bool BucketParameters::start_unshard() {
   Comm& group = kept_.defined() ? *kept_group_ : comms_->along(layout_.unshard().axes);
   restore_storage(compute_, *memory_, MemoryKind::gathered, kept_.defined() ? nullptr : &group);
   unshard_work_ = group.all_gather(compute_, kept_.defined() ? kept_ : parameter_);
-  return group.size() > 1;
+  const Mesh& mesh = comms_->mesh();
+  return group.size() > 1 && !(mesh.has("dp_replicate") && mesh.size("dp_replicate") > 1);
 }
 
 void BucketParameters::finish_unshard() {
   // On another stream than the first, too, they are used once they are there.
-  if (residency_ == Residency::whole) return order_streams(*whole_on_, current_stream(memory_->device()));
+  if (residency_ == Residency::whole) {
+    // What was whole before a capture is there: the capture has waited for the device, and knows no events from outside.
+    if (whole_in_capture_ == is_capturing()) order_streams(*whole_on_, current_stream(memory_->device()));
+    return;
+  }
   SHARD_CHECK(residency_ == Residency::gathering, "bucket", "{}: a gather of {} is awaited that was not started", label_,
               first_name());
   unshard_work_.wait();
   await_updated();
   residency_ = Residency::whole;
   whole_on_ = current_stream(memory_->device());
+  whole_in_capture_ = is_capturing();
   if (!frees_compute()) return;
   kept_.reset();
   point_parameters_at(readable_);

@@ -42,8 +42,8 @@ class BucketParameters : private BucketPart {
   // Before main() is written: waits until no rank reads the parameters of this step any more. Collective.
   void begin_update();
 
-  // The whole bucket, gathered. `start` allocates and returns at once. Nothing when already there. Returns whether other ranks
-  // have to gather, too.
+  // The whole bucket, gathered. `start` allocates and returns at once. Nothing when already there. Returns whether all ranks of
+  // the mesh have to gather, too; replicas need not.
   bool start_unshard();
   void finish_unshard();
   // Releases the memory of `compute` while autograd keeps aliases of it, and makes the module's parameters unreadable. Throws
@@ -100,6 +100,7 @@ class BucketParameters : private BucketPart {
   std::vector<at::Tensor> unreadable_;  // what they are while it is not
   Work unshard_work_;
   std::optional<c10::Stream> whole_on_;  // waited for the gather
+  bool whole_in_capture_ = false;
   mutable Work update_work_;            // of the gather of updated values into parameter_
   mutable bool updates_ = false;        // nobody has waited for it yet
   mutable bool is_hidden_ = false;      // and until then the module's parameters are unreadable

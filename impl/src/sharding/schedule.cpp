@@ -203,6 +203,7 @@ void Schedule::begin_comparison() {
 
 // A rank that runs a forward alone meets the gathers of other units, or of others' backwards.
 void Schedule::gathers(const std::string& unit) {
+  if (!options_.compares) return;
   gathered_ = {gathered_.count + 1, std::hash<std::string>{}(fmt::format("{:x} {}", gathered_.order, unit)), unit};
 }
 

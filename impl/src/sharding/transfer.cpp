@@ -35,8 +35,8 @@ at::Tensor told(Comm& world, std::vector<int64_t> mine) {
 
 // Who is on this side: every rank says its number there.
 void find_ranks(Comm& world, Side& side) {
-  const at::Tensor all = side.model ? told(world, {side.model->comms->rank(), side.model->comms->mesh().size()})
-                                    : told(world, {-1, -1});
+  const MeshComm* comms = side.model ? side.model->comms.get() : nullptr;
+  const at::Tensor all = told(world, {comms ? comms->rank() : -1, comms ? comms->mesh().size() : -1});
   const auto* numbers = all.const_data_ptr<int64_t>();
   int64_t size = 0;
   for (int64_t rank = 0; rank < world.size(); ++rank) size = std::max(size, numbers[2 * rank + 1]);
@@ -140,7 +140,9 @@ Way way_between(Comm& world, const Sharded::Impl* from, const Sharded::Impl* to)
   const at::Tensor all = told(world, {type_of(from), type_of(to)}), types = all.masked_select(all.ge(0));
   const auto type = static_cast<c10::DeviceType>(types.min().item<int64_t>());
   if (type == at::kCPU || !types.eq(types[0]).all().item<bool>()) return {any, at::kCPU};
-  return {any, any ? any->device() : c10::impl::VirtualGuardImpl(type).getDevice()};
+  c10::Device device = at::kCPU;
+  agree_on(world, [&] { device = any ? any->device() : c10::impl::VirtualGuardImpl(type).getDevice(); });
+  return {any, device};
 }
 
 // Moves the parameters, one after the other.

@@ -55,7 +55,7 @@ class UnitEvents {
   virtual void unit_left() = 0;
   // A unit's gather has started, if it needs one, and the rank is about to wait for it.
   virtual void before_wait() = 0;
-  // A unit's gather has started, in which other ranks take part.
+  // A unit's gather has started, in which all ranks of the mesh take part.
   virtual void gathers(const std::string& unit) = 0;
   // Starts gathering these units, in order, as far as the limits allow.
   virtual void gather_ahead(const std::vector<Unit*>& units) = 0;

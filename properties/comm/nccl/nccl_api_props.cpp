@@ -272,8 +272,8 @@ TEST(NcclApi, streams_and_events_order_work_on_the_gpu_of_the_rank) {
                          entry_call("cudaEventCreateWithFlags", cudaEventDisableTiming),
                          entry_call("cudaEventRecord", event, stream), entry_call("cudaStreamWaitEvent", 8, event, 0),
                          entry_call("cudaMemcpyAsync", 1, 2, 24, cudaMemcpyDefault, stream),
-                         entry_call("cudaEventQuery", event), entry_call("cudaDeviceSynchronize"),
-                         entry_call("cudaEventDestroy", event),
+                         entry_call("cudaEventQuery", event), entry_call("cudaSetDevice", 5),
+                         entry_call("cudaDeviceSynchronize"), entry_call("cudaEventDestroy", event),
                          entry_call("cudaStreamSynchronize", stream), entry_call("cudaStreamDestroy", stream)}));
 }
 

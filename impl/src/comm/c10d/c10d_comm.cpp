@@ -1,5 +1,5 @@
 #include <ATen/ATen.h>
-#include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
@@ -70,12 +70,25 @@ class BesideWork : public Work::State {
   BesideWork(c10::Stream stream, Call call) : stream_(stream), done_(stream.device_type()), call_(std::move(call)) {
     done_.record(stream);
   }
-  void wait() override { done_.block(current_stream(stream_.device())); }
+  // Its tensors live until a stream of the caller's is behind the call, also where nobody has waited.
+  ~BesideWork() override {
+    try {
+      if (!waited_) wait();
+    } catch (const c10::Error&) {  // the device failed, which its next call reports
+    }
+  }
+  void wait() override {
+    waited_ = true;
+    done_.block(current_stream(stream_.device()));
+    for (const at::Tensor* tensor : {&call_.input, &call_.output})
+      if (tensor->defined()) use_here(tensor->storage().data_ptr());
+  }
 
  private:
   const c10::Stream stream_;
   c10::Event done_;
-  Call call_;  // its tensors live until the caller's stream is behind the event
+  Call call_;
+  bool waited_ = false;
 };
 
 // Whether a backend of the group only orders streams, as NCCL's: it knows no tags, and a message that is sent before the peer
@@ -127,6 +140,7 @@ class C10dComm : public Comm {
         number_(number),
         options_(std::move(options)),
         name_(std::move(name)),
+        orders_streams_(orders_streams(*group_)),
         rank_(std::find(members_.begin(), members_.end(), group_->getRank()) - members_.begin()) {}
 
   int64_t rank() const override { return rank_; }
@@ -163,22 +177,21 @@ class C10dComm : public Comm {
   int64_t number_;
   C10dOptions options_;
   std::string name_;
+  const bool orders_streams_;  // the group's backend for a device
   int64_t rank_;
   OwnMessages own_;
-  std::optional<c10::Stream> beside_;  // of the device on which this group's collectives run
+  std::optional<c10::Stream> beside_;  // where collectives on a device run
 };
 
 Work C10dComm::start(Call call) {
   const at::Tensor& any = call.output.defined() ? call.output : call.input;
   const bool message = call.op == Op::send || call.op == Op::recv;
   try {
-    if (!any.defined() || any.is_cpu() || message) return begin(call);
-    const c10::DeviceGuard current(any.device());
-    const c10::impl::VirtualGuardImpl device(any.device().type());
-    if (!beside_ || beside_->device() != any.device()) beside_ = device.getStreamFromGlobalPool(any.device());
+    if (!any.defined() || any.is_cpu() || message || !orders_streams_) return begin(call);
+    if (!beside_ || beside_->device() != any.device())
+      beside_ = c10::impl::VirtualGuardImpl(any.device().type()).getStreamFromGlobalPool(any.device());
     order_streams(current_stream(any.device()), *beside_);
-    const c10::Stream before = device.exchangeStream(*beside_);
-    const std::shared_ptr<void> back(nullptr, [&](void*) { device.exchangeStream(before); });
+    const c10::StreamGuard on(*beside_);
     begin(call).wait();
     return Work(std::make_shared<BesideWork>(*beside_, std::move(call)));
   } catch (const Error&) {
@@ -246,7 +259,7 @@ Work C10dComm::gather(const Call& call) {
   if (!whole_) return exchange(call, call.output);
   at::Tensor output = bytes_of(call.output), input = bytes_of(call.input);
   if (output.const_data_ptr() == static_cast<const std::byte*>(input.const_data_ptr()) - rank() * input.numel())
-    input = orders_streams(*group_) ? input : input.clone();  // NCCL gathers in place, others do not promise it
+    input = orders_streams_ && !input.is_cpu() ? input : input.clone();  // NCCL gathers in place, others do not promise it
   return work(call, {group_->_allgather_base(output, input)}, {}, {output, input});
 }
 
@@ -286,23 +299,27 @@ Work C10dComm::reduce_natively(const Call& call) {
   return work(call, {group_->_reduce_scatter_base(apart, input, options)}, [output, apart] { output.copy_(apart); }, {input});
 }
 
-// Each rank sums a slice and tells it to all, so that there is memory for one more tensor and not for one of each rank. The
-// second exchange begins once the first has ended, which the host need not wait for on a device.
+// Each rank sums a slice and tells it to all, so that there is memory for one or two more tensors, and not for one of each
+// rank. The second exchange begins once the first has ended, which the host need not wait for on a device.
 Work C10dComm::all_reduce_by_slices(const Call& call) {
   const at::Tensor output = plain(call.output);
   const int64_t slice = (output.numel() + size() - 1) / size();
-  at::Tensor terms = at::zeros({slice * size()}, output.options()), sum = at::empty({slice}, output.options());
-  terms.narrow(0, 0, output.numel()).copy_(plain(call.input));
-  reduce_in_rank_order({.op = Op::reduce_scatter, .output = sum, .input = terms, .reduce = call.reduce}).wait();
-  gather({.op = Op::all_gather, .output = terms, .input = sum}).wait();
-  output.copy_(terms.narrow(0, 0, output.numel()));
+  const at::Tensor sum = at::empty({slice}, output.options());
+  at::Tensor given = plain(call.input), all = output;
+  if (slice * size() > output.numel()) {
+    given = at::constant_pad_nd(given, {0, slice * size() - output.numel()});
+    all = at::empty_like(given);
+  }
+  reduce_in_rank_order({.op = Op::reduce_scatter, .output = sum, .input = given, .reduce = call.reduce}).wait();
+  gather({.op = Op::all_gather, .output = all, .input = sum}).wait();
+  if (!all.is_same(output)) at::Tensor(output).copy_(all.narrow(0, 0, output.numel()));
   return Work();
 }
 
 // Everybody's terms of what this rank needs come together in one exchange, and are summed here.
 Work C10dComm::reduce_in_rank_order(const Call& call) {
   SHARD_REQUIRE(can_reduce(dtype(call)), "c10d", "{}: {} cannot be reduced", where(call), c10::toString(dtype(call)));
-  if (call.op == Op::all_reduce && !call.output.is_cpu()) return all_reduce_by_slices(call);
+  if (call.op == Op::all_reduce && !call.output.is_cpu() && orders_streams_) return all_reduce_by_slices(call);
   const at::Tensor output = plain(call.output);
   at::Tensor terms = at::empty({size() * output.numel()}, output.options());
   const auto finish = [output, terms, op = call.reduce] {
@@ -362,7 +379,7 @@ std::shared_ptr<Comm> C10dComm::split(int64_t color, int64_t key, std::string na
                 name_, kGroupsMax);
   const std::vector<int> members(made.world_ranks.begin(), made.world_ranks.end());
   const bool through_this = members.size() == 1 || !options_.make_group;  // a rank alone sends nothing
-  SHARD_REQUIRE(members.size() == 1 || options_.make_group || !orders_streams(*group_), "c10d",
+  SHARD_REQUIRE(size() == 1 || options_.make_group || !orders_streams_, "c10d",
                 "split of '{}': the process group has a backend without tags ({}), so ranks along '{}' cannot send messages "
                 "through it. Give C10dOptions::make_group; in Python leave make_groups out, or give make_groups=True",
                 name_, group_->getBackendName(), name);

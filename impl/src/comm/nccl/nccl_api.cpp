@@ -113,7 +113,10 @@ class MachineApi final : public NcclApi {
     return true;
   }
   // As it ends a world, a device that failed is no error of its own.
-  void synchronize() override { cudaDeviceSynchronize(); }
+  void synchronize() override {
+    cudaSetDevice(device_);  // any thread may give memory back
+    cudaDeviceSynchronize();
+  }
   void copy(void* target, const void* source, int64_t bytes, Stream stream) override {
     check_cuda(cudaMemcpyAsync(target, source, static_cast<size_t>(bytes), cudaMemcpyDefault, stream_of(stream)),
                "cudaMemcpyAsync");
