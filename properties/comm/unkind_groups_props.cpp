@@ -96,6 +96,7 @@ TEST(UnkindGroups, calls_leave_the_callers_stream_alone_until_somebody_waits) {
     fake_device::synchronize();  // what the caller's stream has, and no more
     EXPECT_EQ(*fake_device::on_host<float>(meanwhile), 3);
     EXPECT_EQ(*fake_device::on_host<float>(first), comm->rank() + 1);
+    comm->barrier().wait();  // a rank that waits has the others' streams run, too
     two.wait();
     one.wait();
     EXPECT_TRUE(first.cpu().eq(3).all().item<bool>());

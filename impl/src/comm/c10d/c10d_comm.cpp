@@ -306,10 +306,7 @@ Work C10dComm::all_reduce_by_slices(const Call& call) {
   const int64_t slice = (output.numel() + size() - 1) / size();
   const at::Tensor sum = at::empty({slice}, output.options());
   at::Tensor given = plain(call.input), all = output;
-  if (slice * size() > output.numel()) {
-    given = at::constant_pad_nd(given, {0, slice * size() - output.numel()});
-    all = at::empty_like(given);
-  }
+  if (slice * size() > output.numel()) all = given = at::constant_pad_nd(given, {0, slice * size() - output.numel()});
   reduce_in_rank_order({.op = Op::reduce_scatter, .output = sum, .input = given, .reduce = call.reduce}).wait();
   gather({.op = Op::all_gather, .output = all, .input = sum}).wait();
   if (!all.is_same(output)) at::Tensor(output).copy_(all.narrow(0, 0, output.numel()));
