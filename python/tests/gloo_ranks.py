@@ -142,6 +142,15 @@ def disagree(name):
     disagreeing.run(name, shardproof.comm_of())
 
 
+def apart(name):
+    try:
+        disagreeing.APART[name](shardproof.comm_of())
+    except RuntimeError as error:
+        print(error, flush=True)
+        os._exit(0)  # as who does not catch it
+    raise AssertionError(f"rank {dist.get_rank()} was told nothing")
+
+
 def refused_groups():
     def refused(call, *says):
         try:

@@ -76,12 +76,17 @@ def test_equal_ranks_are_told_nothing_whatever_they_freeze_and_clip():
 
 
 OVER_PROCESSES = ["strategy", "order", "microbatches", "later microbatches", "freeze", "rate", "a step more"]
-OVER_PROCESSES += disagreeing.BY_DATA
 
 
 @pytest.mark.parametrize("name", OVER_PROCESSES)
 def test_ranks_of_a_process_group_are_told_who_has_what(name):
     run_ranks(os.path.join(HERE, "gloo_ranks.py"), 2, ["disagree", name])
+
+
+@pytest.mark.parametrize("name", disagreeing.APART)
+def test_ranks_of_a_process_group_that_run_forwards_alone_are_told_and_end(name):
+    said = run_ranks(os.path.join(HERE, "gloo_ranks.py"), 2, ["apart", name])
+    assert any("has gathered units" in text and "also to evaluate, or where a batch is left out" in text for text in said), said
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun")

@@ -193,11 +193,10 @@ void Schedule::begin_comparison() {
   facts_ = {{"backward under way",
              fmt::format("step {}, reduction {}, {}{}", current_step(), ++reductions_,
                          last_microbatch_ ? "the last of this step" : "with others to follow", progress_->last)}};
-  facts_.emplace_back("gathers of units before this backward's first sum", gathered_.text());
   for (const Bucket* bucket : buckets_)
     for (size_t i = 0; i < bucket->views().size(); ++i)
       if (!bucket->views()[i].requires_grad()) facts_.emplace_back(bucket->layout().members()[i].name, "frozen");
-  hashes_ = hashes_of(facts_);
+  hashes_ = at::cat({hashes_of(facts_), hashes_of({{"gathers", gathered_.text()}})});
   comparison_ = options_.compares->all_reduce(hashes_, Reduce::max);
 }
 
@@ -210,10 +209,16 @@ void Schedule::gathers(const std::string& unit) {
 void Schedule::end_comparison() {
   if (!hashes_.defined()) return;
   comparison_.wait();
-  if (!differ(std::exchange(hashes_, at::Tensor()))) return;
+  const at::Tensor hashes = std::exchange(hashes_, at::Tensor());
+  // Such ranks are not in the same place, and would wait for each other's texts for ever.
+  SHARD_REQUIRE(!differ(hashes.slice(0, 2)), "schedule",
+                "until this backward of step {} rank {} has gathered units {}, and another rank others or in another order. So "
+                "wrong parameters may have moved. All ranks run the same units forward in the same order, also to evaluate, "
+                "or where a batch is left out. This rank ends here, and others wait for it until it is gone",
+                current_step(), rank(), gathered_.text());
+  if (!differ(hashes)) return;
   throw_difference(*options_.compares, facts_, "schedule",
-                   "All ranks take the same steps, each with as many microbatches, run the same units forward in the same "
-                   "order (also to evaluate, or where a batch is left out), and freeze the same parameters");
+                   "All ranks take the same steps, each with as many microbatches, and freeze the same parameters");
 }
 
 void Schedule::require_recomputed_entered() const {

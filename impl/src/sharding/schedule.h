@@ -141,7 +141,7 @@ class Schedule final : public UnitEvents {
     int64_t count = 0;
     uint64_t order = 0;  // a hash of the units' names in their order
     std::string last = "";
-    std::string text() const { return fmt::format("{}, the last of '{}', in the order {:016x}", count, last, order); }
+    std::string text() const { return fmt::format("{} times, the last '{}', in the order {:016x}", count, last, order); }
   };
   Gathered gathered_;  // in which other ranks took part
   at::Tensor hashes_;
