@@ -16,7 +16,7 @@ import zipfile
 from contextlib import redirect_stdout
 from unittest import mock
 
-from scratch import ScratchCase
+from scratch import ScratchCase, write
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, os.path.join(ROOT, "ci"))
@@ -31,14 +31,6 @@ class Machine(session.Session):
     def find_machine(self):
         self.has_gpu, self.environment = False, self.build
         self.results["machine"] = {"gpus": [], "torch": "2.11.0", "python": "3.12", "cores": 2}
-
-
-def write(path, text, mode=0o644):
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.chmod(path, mode)
-    return path
 
 
 class Gpu(ScratchCase):

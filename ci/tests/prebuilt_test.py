@@ -11,7 +11,7 @@ import unittest
 from contextlib import redirect_stdout
 from unittest import mock
 
-from scratch import ScratchCase, load
+from scratch import ScratchCase, load, write
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, os.path.join(ROOT, "ci"))
@@ -20,14 +20,6 @@ from runner import Trouble, prebuilt, session, stages, summary  # noqa: E402
 ci_prebuilt = load("prebuilt")
 NO_DRIVER = "[cuda] CUDA cannot be used here: no driver. Use the CPU, or look at nvidia-smi"
 OWN = "%d.%d" % sys.version_info[:2]
-
-
-def write(path, text, mode=0o644):
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.chmod(path, mode)
-    return path
 
 
 class Prebuilt(ScratchCase):

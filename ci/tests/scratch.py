@@ -18,6 +18,14 @@ class ScratchCase(unittest.TestCase):
         return os.path.join(self.root, name)
 
 
+def write(path, text, mode=0o644):
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.chmod(path, mode)
+    return path
+
+
 def load(name):
     """The script ci/NAME as a module."""
     loader = importlib.machinery.SourceFileLoader(name, os.path.join(CI, name))
@@ -31,7 +39,5 @@ def judged(judge, files):
     with tempfile.TemporaryDirectory() as root:
         for path, text in files.items():
             if text is not None:
-                os.makedirs(os.path.dirname(os.path.join(root, path)), exist_ok=True)
-                with open(os.path.join(root, path), "w", encoding="utf-8") as file:
-                    file.write(text)
+                write(os.path.join(root, path), text)
         return judge(root)

@@ -1,6 +1,7 @@
 #include "properties/doubles/unkind_groups.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
 
 #include <algorithm>
 #include <map>
@@ -94,11 +95,8 @@ class Backend final : public c10d::Backend {
   // The call's work is on `stream`, behind what the caller's was given; the caller's waits for nothing.
   template <class Issue>
   Pending on(c10::Stream stream, const Issue& issue) {
-    const c10::Stream before = shardproof::current_stream(device_);
-    shardproof::order_streams(before, stream);
-    const c10::impl::VirtualGuardImpl guard(device_.type());
-    guard.exchangeStream(stream);
-    const std::shared_ptr<void> back(nullptr, [&](void*) { guard.exchangeStream(before); });
+    shardproof::order_streams(shardproof::current_stream(device_), stream);
+    const c10::StreamGuard on(stream);
     issue().wait();
     return c10::make_intrusive<Ordered>(stream);
   }

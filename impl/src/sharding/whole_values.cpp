@@ -9,10 +9,10 @@
 #include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"
 #include "shardproof/base/nearest.h"
-#include "shardproof/sharding/rounded_weight.h"
 #include "shardproof/comm/agree.h"
 #include "shardproof/comm/data_group.h"
 #include "shardproof/comm/redistribute.h"
+#include "shardproof/sharding/rounded_weight.h"
 
 namespace shardproof {
 

@@ -12,6 +12,7 @@
 #include "properties/doubles/comm_worlds.h"
 #include "properties/doubles/nccl_worlds.h"
 #include "properties/kit/bits.h"
+#include "properties/kit/cpu_graphs.h"
 #include "shardproof/base/check.h"
 #include "shardproof/device/device_graph.h"
 #include "shardproof/shardproof.h"
@@ -134,13 +135,7 @@ TEST(NcclMemory, that_was_given_back_is_written_on_another_stream_once_its_reade
 }
 
 TEST(NcclMemory, of_captured_steps_is_lent_to_such_steps_only) {
-  struct NoGraphs final : DeviceGraphs {
-    std::shared_ptr<DeviceGraph> capture(const std::function<void()>& work) const override {
-      work();
-      return nullptr;
-    }
-  };
-  use_device_graphs(at::kCPU, std::make_shared<NoGraphs>());
+  const kit::CpuGraphs graphs;
   std::barrier<> all(2);
   nccl_worlds::World world(2, {.options = {.buffers = NcclApi::Memory::registered}});
   expect_all_well(world.run([&](std::shared_ptr<Comm> comm) {
@@ -154,7 +149,6 @@ TEST(NcclMemory, of_captured_steps_is_lent_to_such_steps_only) {
     EXPECT_EQ(lent[1], lent[3]);
     EXPECT_NE(lent[0], lent[1]);
   }));
-  use_device_graphs(at::kCPU, nullptr);
 }
 
 TEST(NcclMemory, is_freed_after_an_abort_once_kernels_of_the_caller_are_done) {

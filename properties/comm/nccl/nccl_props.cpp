@@ -14,6 +14,7 @@
 #include "properties/doubles/comm_worlds.h"
 #include "properties/doubles/nccl_worlds.h"
 #include "properties/kit/bits.h"
+#include "properties/kit/cpu_graphs.h"
 #include "properties/kit/expect_error.h"
 #include "shardproof/base/check.h"
 #include "shardproof/comm/capturable.h"
@@ -325,24 +326,8 @@ TEST(NcclMachine, a_machine_without_gpu_or_build_says_so) {
   }
 }
 
-namespace {
-
-// Whoever asks is told that somebody captures.
-struct NoGraphs final : DeviceGraphs {
-  std::shared_ptr<DeviceGraph> capture(const std::function<void()>& work) const override {
-    work();
-    return nullptr;
-  }
-};
-struct CpuGraphs {
-  CpuGraphs() { use_device_graphs(at::kCPU, std::make_shared<NoGraphs>()); }
-  ~CpuGraphs() { use_device_graphs(at::kCPU, nullptr); }
-};
-
-}  // namespace
-
 TEST(Nccl, what_a_capture_that_failed_has_left_is_waited_for_on_no_stream) {
-  const CpuGraphs graphs;
+  const kit::CpuGraphs graphs;
   std::barrier<> all(2);
   std::vector<at::Tensor> sums = {at::ones({4}), at::ones({4})};  // nobody knows when they are there
   nccl_worlds::run(2, {}, [&](std::shared_ptr<Comm> comm) {
@@ -373,7 +358,7 @@ TEST(Nccl, calls_are_open_until_somebody_waits_for_them) {
 }
 
 TEST(Nccl, inside_of_a_captured_step_calls_on_the_device_pass_and_those_that_let_the_host_wait_are_refused_by_name) {
-  const CpuGraphs graphs;
+  const kit::CpuGraphs graphs;
   std::barrier<> all_are_done(2);
   nccl_worlds::run(2, {}, [&](std::shared_ptr<Comm> comm) {
     at::Tensor sum = at::full({4}, 1.0 + static_cast<double>(comm->rank()));

@@ -16,11 +16,11 @@
 #include <string>
 #include <vector>
 
-#include "shardproof/sharding/rounded_weight.h"
 #include "shardproof/checkpoint/format/file_system.h"
 #include "shardproof/checkpoint/format/weight_names.h"
 #include "shardproof/checkpoint/format/weights_file.h"
 #include "shardproof/sharding/fully_shard.h"
+#include "shardproof/sharding/rounded_weight.h"
 
 namespace shardproof::checkpoint {
 

@@ -64,7 +64,8 @@ class C10dWork : public Work::State {
   std::string failed_;  // why; a wait that comes again must not find it done
 };
 
-// A collective on a device, all of whose steps a stream beside the caller's was given: the host waits for none of them.
+// A collective over a backend that only orders streams. A stream beside the caller's was given all of its steps, so the host
+// waits for none of them.
 class BesideWork : public Work::State {
  public:
   BesideWork(c10::Stream stream, Call call) : stream_(stream), done_(stream.device_type()), call_(std::move(call)) {
@@ -375,12 +376,12 @@ std::shared_ptr<Comm> C10dComm::split(int64_t color, int64_t key, std::string na
   SHARD_REQUIRE(number < kGroupsMax, "c10d", "split of '{}': a process group has at most {} groups in its life; reuse them",
                 name_, kGroupsMax);
   const std::vector<int> members(made.world_ranks.begin(), made.world_ranks.end());
-  const bool through_this = members.size() == 1 || !options_.make_group;  // a rank alone sends nothing
   SHARD_REQUIRE(size() == 1 || options_.make_group || !orders_streams_, "c10d",
                 "split of '{}': the process group has a backend without tags ({}), so ranks along '{}' cannot send messages "
                 "through it. Give C10dOptions::make_group; in Python leave make_groups out, or give make_groups=True",
                 name_, group_->getBackendName(), name);
-  if (through_this) return std::make_shared<C10dComm>(group_, members, false, number, options_, std::move(name));
+  if (members.size() == 1 || !options_.make_group)  // a rank alone sends nothing
+    return std::make_shared<C10dComm>(group_, members, false, number, options_, std::move(name));
   C10dOptions options = options_;
   const C10dGroup group = options.make_group(members, fmt::format("{}.{}", name, number));
   SHARD_REQUIRE(group && group->getSize() == std::ssize(members) && group->getRank() == made.rank, "c10d",

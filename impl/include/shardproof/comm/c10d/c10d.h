@@ -7,8 +7,8 @@
 // `send` and `recv` with tags, as Gloo has. One of them must take tensors of the CPU. An exception of a backend, e.g. for a
 // dead peer or a time-out, becomes an Error that names the call, the group and the rank. NCCL's throws none: its calls only
 // order streams, and after the time-out its watchdog ends the process (TORCH_NCCL_ASYNC_ERROR_HANDLING).
-// On a device the calls run on a stream beside the caller's, which `wait` orders behind them; the host waits for none. There,
-// unbatched `send` and `recv` may stop the host until the peer calls, so ranks that send to each other should take turns.
+// Over such a backend collectives run on a stream beside the caller's, which `wait` orders behind them; the host waits for
+// none. `send` and `recv` may stop the host there until the peer calls, so ranks that send to each other should take turns.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -30,8 +30,8 @@ using C10dGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 struct C10dOptions {
   // `rank_order` gives the bits of the library's other backends. Ranks exchange the terms and add them here, so an all_reduce
-  // needs memory for every rank's term, on a device for two tensors. `native` leaves sums to the process group, with its order
-  // and its dtypes.
+  // needs memory for every rank's term, or over a backend that only orders streams, as NCCL's, for two tensors. `native` leaves
+  // sums to the process group, with its order and its dtypes.
   enum class Sum { rank_order, native };
   Sum sum = Sum::rank_order;
   // Makes a process group of these ranks, in this order; they are numbers in the group that `comm_of` was given. This rank is
