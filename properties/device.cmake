@@ -57,7 +57,7 @@ gtest_discover_tests(step_graph_props TEST_PREFIX Cuda. TEST_FILTER "StepGraphs.
 shardproof_test(NAME side_streams_props LABEL device TORCH LIBRARIES fake_device SOURCES
   sharding/side_streams_props.cpp doubles/echo_comm.cpp)
 # Process groups of PyTorch on it, as unkind as NCCL's; and the properties of every backend over them, but for those of
-# rank-threads, of shared memory, and of splits that leave ranks out, for which rank-threads need every rank.
+# rank-threads and of shared memory.
 add_library(unkind_groups STATIC doubles/unkind_groups.cpp)
 shardproof_uses_torch(unkind_groups)
 target_link_libraries(unkind_groups PUBLIC fake_device harness)
@@ -67,7 +67,7 @@ add_executable(comm_unkind_props comm/comm_props.cpp comm/comm_programs_props.cp
 shardproof_uses_torch(comm_unkind_props)
 target_link_libraries(comm_unkind_props PRIVATE unkind_groups golden shardproof_rapidcheck GTest::gtest GTest::gtest_main)
 gtest_discover_tests(comm_unkind_props TEST_PREFIX "Unkind."
-  TEST_FILTER "-CommThreads.*:Comm.shared_memory*:Comm.groups_of_a_split*" PROPERTIES LABELS device DISCOVERY_TIMEOUT 60)
+  TEST_FILTER "-CommThreads.*:Comm.shared_memory*" PROPERTIES LABELS device DISCOVERY_TIMEOUT 60)
 # What the commands do with a device.
 shardproof_test(NAME device_commands_props LABEL device TORCH LIBRARIES fake_device harness SOURCES
   harness/commands/device_commands_props.cpp)

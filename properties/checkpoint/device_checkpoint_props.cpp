@@ -126,6 +126,7 @@ TEST(DeviceCheckpoint, a_job_without_a_snapshot_writes_in_the_streams_order_on_a
 }
 
 TEST(DeviceCheckpoint, buffers_are_on_the_device_when_a_load_returns_also_where_the_state_is_offloaded) {
+  fake_device::install();
   for (const Offload offload : {Offload::none, Offload::pinned}) {
     Place place = on_device({"dp_shard=2", "zero3"});
     place.offload = offload;

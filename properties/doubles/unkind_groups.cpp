@@ -12,6 +12,7 @@
 
 #include "properties/doubles/fake_device.h"
 #include "shardproof/comm/c10d/c10d.h"
+#include "shardproof/comm/decorated.h"
 #include "testing/device/streams.h"
 
 namespace unkind {
@@ -150,31 +151,54 @@ C10dGroup group_over(std::shared_ptr<Comm> ranks) {
   return group;
 }
 
+// Rank-threads split with all ranks of a group, and a process group is made by its members alone. So ranks that are in no
+// process group, or in one by themselves, take part in the split here.
+class Split final : public shardproof::DecoratedComm {
+ public:
+  // What make_group is to split, and what it has made.
+  struct Making {
+    std::shared_ptr<Comm> ranks;
+    std::vector<int> members;  // in the world, by rank
+    std::shared_ptr<Comm> made;
+  };
+  Split(std::shared_ptr<Comm> inner, std::shared_ptr<Comm> ranks, std::vector<int> members, std::shared_ptr<Making> making)
+      : DecoratedComm(std::move(inner)), ranks_(std::move(ranks)), members_(std::move(members)), making_(std::move(making)) {}
+
+  std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) override {
+    *making_ = {ranks_, members_, nullptr};
+    const std::vector<int> own = {members_[static_cast<size_t>(rank())]};
+    std::shared_ptr<Comm> group = inner().split(color, key, name);
+    if (!group) return ranks_->split(-1, 0, name);
+    if (group->size() == 1) *making_ = {nullptr, own, ranks_->split_ranks({rank()}, name)};
+    return std::make_shared<Split>(std::move(group), making_->made, making_->members, making_);
+  }
+  std::shared_ptr<Comm> split_ranks(const std::vector<int64_t>& ranks, std::string name) override {
+    return Comm::split_ranks(ranks, std::move(name));  // which calls `split` of this class
+  }
+
+ private:
+  std::shared_ptr<Comm> decorate(std::shared_ptr<Comm>) override { return nullptr; }  // of `split`, which is above
+
+  const std::shared_ptr<Comm> ranks_;
+  const std::vector<int> members_;
+  const std::shared_ptr<Making> making_;
+};
+
 }  // namespace
 
 std::shared_ptr<Comm> world_over(std::shared_ptr<Comm> ranks, bool makes_groups) {
   shardproof::C10dOptions options;
-  // Rank-threads split with all ranks of a group: of the smallest that the members are in.
-  const auto made = std::make_shared<std::map<std::vector<int>, std::shared_ptr<Comm>>>();
+  const auto making = std::make_shared<Split::Making>();
+  if (makes_groups)
+    options.make_group = [making](const std::vector<int>& members, const std::string& name) {
+      std::vector<int64_t> within;
+      for (const int rank : members) within.push_back(std::ranges::find(making->members, rank) - making->members.begin());
+      *making = {nullptr, members, making->ranks->split_ranks(within, name)};
+      return group_over(making->made);
+    };
   std::vector<int> all(static_cast<size_t>(ranks->size()));
   std::iota(all.begin(), all.end(), 0);
-  (*made)[all] = ranks;
-  if (makes_groups)
-    options.make_group = [made](const std::vector<int>& members, const std::string& name) {
-      const auto place = [](const std::vector<int>& group, int rank) {
-        return std::find(group.begin(), group.end(), rank) - group.begin();
-      };
-      const std::pair<const std::vector<int>, std::shared_ptr<Comm>>* smallest = nullptr;
-      for (const auto& each : *made) {
-        const bool has_all = std::ranges::all_of(
-            members, [&](int rank) { return place(each.first, rank) < std::ssize(each.first); });
-        if (has_all && (!smallest || each.first.size() < smallest->first.size())) smallest = &each;
-      }
-      std::vector<int64_t> within;
-      for (const int rank : members) within.push_back(place(smallest->first, rank));
-      return group_over((*made)[members] = smallest->second->split_ranks(within, name));
-    };
-  return shardproof::comm_of(group_over(ranks), options);
+  return std::make_shared<Split>(shardproof::comm_of(group_over(ranks), options), ranks, all, making);
 }
 
 std::unique_ptr<harness::Ranks> ranks() {
