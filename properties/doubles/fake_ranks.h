@@ -38,7 +38,7 @@ class DrawnOrder final : public harness::Ranks {
       shardproof::run_threads(
           now.mesh.size(), [&](const auto& comm) { body(over_ ? over_(comm) : comm); }, options);
     };
-    return run_sharded({c, run, run_world, device()});
+    return harness::run_sharded({c, run, run_world, device()});
   }
 
  private:
