@@ -22,7 +22,8 @@ from pages import blocks, reference  # noqa: E402
 
 # Documents outside of docs/, and the pages that they become.
 OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md",
-           "LICENSE": "LICENSE.md", "harness/faults/README.md": "catalogue.md"}
+           "LICENSE": "LICENSE.md", "harness/faults/README.md": "catalogue.md",
+           "ci/lib/zoo/models.md": "zoo_models.md"}
 LINK = re.compile(r"(\]\()([^)#:\s]+)((?:#[^)]*)?\))")
 
 

@@ -1,4 +1,4 @@
-"""docs/zoo.md out of the results."""
+"""docs/zoo.md, and the list of models beside this file, out of the results."""
 
 from __future__ import annotations
 
@@ -22,6 +22,14 @@ MEANINGS = {
     "not buildable": "plain PyTorch has nothing to compare: it cannot be made small, needs what is not here, or is random",
 }
 SHOWN = tuple(MEANINGS)
+LISTED = ("equal", "close", "not buildable")  # what the list has; the page has the others, with their reasons
+# Errors that many models meet, in fewer words.
+ERRORS = (
+    ("has no data here", "a forward reads a parameter while its unit does not run, and the error names both"),
+    ("ranks disagree on call", "ranks call different collectives, and the error names both calls"),
+    ("was changed in place after it was sharded", "a forward changes a parameter in place, and the error names it"),
+    ("must be floating", "a parameter is not floating, and the error names it"),
+)
 
 HEAD = """# The zoo
 
@@ -34,7 +42,7 @@ Each model has a process of its own with limits of time and memory.
 ci/zoo                            # everything; with --json FILE a run goes on where it was broken off
 ci/zoo --part torch --sample 20   # 20 modules, others with another --seed
 ci/zoo --part transformers --only 'qwen*' --json rows.jsonl
-ci/zoo --json rows.jsonl --markdown docs/zoo.md   # writes this page
+ci/zoo --json rows.jsonl --markdown docs/zoo.md --models ci/lib/zoo/models.md   # writes this page and the list
 ```
 
 The parts are every module of the database that `torch.testing` has of torch's modules, with some of its inputs, and what that
@@ -54,7 +62,7 @@ def version_of(package: str) -> str:
 
 
 def wrapped(text: str) -> str:
-    return textwrap.fill(text, 150, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def totals(found: dict) -> str:
@@ -68,18 +76,31 @@ def totals(found: dict) -> str:
     return "\n".join(rows)
 
 
-def names_of(of: dict, verdict: str, expected: dict, part: str) -> str:
-    """The models with a verdict: their names, or a line for each with the reason."""
-    chosen = {name: row for name, row in sorted(of.items()) if row["verdict"] == verdict}
-    if verdict in ("equal", "close"):
-        return wrapped(", ".join(shown(part, name, row) for name, row in chosen.items()))
+def grouped(of: dict, verdict: str, part: str, reason) -> "dict[str, list[str]]":
+    """Each reason, with the models that have it."""
+    names: "dict[str, list[str]]" = {}
+    for name, row in sorted(of.items()):
+        if row["verdict"] == verdict:
+            names.setdefault(reason(name, row), []).append(shown(part, name, row) if verdict != "not buildable" else name)
+    return names
+
+
+def reasons_of(of: dict, verdict: str, expected: dict, part: str) -> str:
+    """The models with a verdict that needs a reason."""
+    def reason(name: str, row: dict) -> str:
+        text = plain(expected.get((part, name), ("", ""))[1] or row["detail"])
+        return next((kind for known, kind in ERRORS if known in text), text[:300])
+
+    found = grouped(of, verdict, part, reason)
+    return "\n".join(wrapped(f"- {', '.join(names)}: {text}") for text, names in found.items())
+
+
+def names_of(of: dict, verdict: str, part: str) -> str:
+    """The models with a verdict that needs no reason, or one word of it."""
     if verdict == "not buildable":
-        return wrapped("; ".join(f"{name} ({reason_of(row['detail'])})" for name, row in chosen.items()))
-    lines = []
-    for name, row in chosen.items():
-        reason = expected.get((part, name), ("", ""))[1] or row["detail"]
-        lines.append(wrapped(f"- {shown(part, name, row)}: {plain(reason)[:300]}"))
-    return "\n".join(lines)
+        found = grouped(of, verdict, part, lambda _, row: reason_of(row["detail"]))
+        return "\n".join(wrapped(f"- {text}: {', '.join(names)}") for text, names in found.items())
+    return wrapped(", ".join(shown(part, name, row) for name, row in sorted(of.items()) if row["verdict"] == verdict))
 
 
 def shown(part: str, name: str, row: dict) -> str:
@@ -107,21 +128,31 @@ def reason_of(detail: str) -> str:
     return next((kind for text, kind in kinds if text in detail), "sizes that do not fit")
 
 
+def chapters(found: dict, verdicts: tuple, text) -> "list[str]":
+    out = []
+    for part, title in TITLES.items():
+        of = {name: row for (each, name), row in found.items() if each == part}
+        for verdict in verdicts:
+            count = sum(row["verdict"] == verdict for row in of.values())
+            if count:
+                heading = verdict.capitalize() if verdict.islower() else verdict
+                out += ["", f"## {heading}: {count} of {title.split()[-1]}", "", text(of, verdict, part)]
+    return out
+
+
 def page(found: dict, expected: dict) -> str:
     """The whole text."""
     parts = [HEAD, "## Totals\n", totals(found), ""]
     packages = ", ".join(f"{package} {version_of(package)}" for package in ("torch", "transformers", "timm", "torchvision"))
-    parts += [wrapped(f"With {packages}. *Tried* are those that plain PyTorch trains here. The columns:"), ""]
+    parts += [wrapped(f"With {packages}. *Tried* are those that plain PyTorch trains here. "
+                      "[The list](../ci/lib/zoo/models.md) has the names. The columns:"), ""]
     parts += [wrapped(f"- *{verdict}*: {meaning}") for verdict, meaning in MEANINGS.items()]
-    for part, title in TITLES.items():
-        of = {name: row for (each, name), row in found.items() if each == part}
-        if not of:
-            continue
-        parts += ["", f"## {title}"]
-        for verdict in SHOWN:
-            count = sum(row["verdict"] == verdict for row in of.values())
-            if count:
-                heading = verdict.capitalize() if verdict.islower() else verdict
-                parts += ["", f"### {heading}: {count} of {title.split()[-1]}", ""]
-                parts += [names_of(of, verdict, expected, part)]
+    rest = tuple(verdict for verdict in SHOWN if verdict not in LISTED)
+    parts += chapters(found, rest, lambda of, verdict, part: reasons_of(of, verdict, expected, part))
     return "\n".join(parts) + "\n"
+
+
+def models(found: dict) -> str:
+    """The names of all other models."""
+    return "\n".join(["# The models of the zoo", "", "[docs/zoo.md](../../../docs/zoo.md) says what was tried, and has the rest.",
+                      *chapters(found, LISTED, names_of)]) + "\n"
