@@ -33,10 +33,10 @@ ERRORS = (
 
 HEAD = """# The zoo
 
-Models that nobody here wrote are trained plain and sharded, and every value is compared. `ci/zoo` does it with the engine of
-`shardproof.verify` ([python.md](python.md)). A model's first case saves on two ranks and loads on three, and compares what
-`eval` and `generate` give. Further cases are drawn over strategies, units, meshes, optimizers, options, numerics and histories.
-Each model has a process of its own with limits of time and memory.
+Models that nobody here wrote are trained plain and sharded, and every value is compared. `ci/zoo` does it with the
+engine of `shardproof.verify` ([python.md](python.md)). A model's first case saves on two ranks and loads on three, and
+compares what `eval` and `generate` give. Further cases are drawn over strategies, units, meshes, optimizers, options,
+numerics and histories. Each model has a process of its own with limits of time and memory.
 
 ```sh installs
 ci/zoo                            # everything; with --json FILE a run goes on where it was broken off
@@ -45,12 +45,12 @@ ci/zoo --part transformers --only 'qwen*' --json rows.jsonl
 ci/zoo --json rows.jsonl --markdown docs/zoo.md --models ci/lib/zoo/models.md   # writes this page and the list
 ```
 
-The parts are every module of the database that `torch.testing` has of torch's modules, with some of its inputs, and what that
-database leaves out; a tiny config of every type of `transformers`, made by what its fields are called; and of each family of
-`timm` the smallest model, made smaller where its class takes sizes. The first call installs `ci/requirements/zoo.lock` into
-`build-zoo`. A sample runs by night, and a small one of torch's modules in every run of the tests. The exit code is 1 where a
-value is wrong, an error does not say what is wrong, a rank hangs or a process crashes, unless `ci/lib/zoo/expected.txt` has the
-model and the reason.
+The parts are every module of the database that `torch.testing` has of torch's modules, with some of its inputs, and
+what that database leaves out; a tiny config of every type of `transformers`, made by what its fields are called; and of
+each family of `timm` the smallest model, made smaller where its class takes sizes. The first call installs
+`ci/requirements/zoo.lock` into `build-zoo`. A sample runs by night, and a small one of torch's modules in every run of
+the tests. The exit code is 1 where a value is wrong, an error does not say what is wrong, a rank hangs or a process
+crashes, unless `ci/lib/zoo/expected.txt` has the model and the reason.
 """
 
 
@@ -62,7 +62,7 @@ def version_of(package: str) -> str:
 
 
 def wrapped(text: str) -> str:
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(text, 120, subsequent_indent="  " if text.startswith("- ") else "", break_long_words=False, break_on_hyphens=False)
 
 
 def totals(found: dict) -> str:
@@ -154,5 +154,5 @@ def page(found: dict, expected: dict) -> str:
 
 def models(found: dict) -> str:
     """The names of all other models."""
-    return "\n".join(["# The models of the zoo", "", "[docs/zoo.md](../../../docs/zoo.md) says what was tried, and has the rest.",
-                      *chapters(found, LISTED, names_of)]) + "\n"
+    head = "[docs/zoo.md](../../../docs/zoo.md) says what was tried, and has the rest."
+    return "\n".join(["# The models of the zoo", "", head, *chapters(found, LISTED, names_of)]) + "\n"
