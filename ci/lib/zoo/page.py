@@ -42,7 +42,7 @@ numerics and histories. Each model has a process of its own with limits of time 
 ci/zoo                            # everything; with --json FILE a run goes on where it was broken off
 ci/zoo --part torch --sample 20   # 20 modules, others with another --seed
 ci/zoo --part transformers --only 'qwen*' --json rows.jsonl
-ci/zoo --json rows.jsonl --markdown docs/zoo.md --models ci/lib/zoo/models.md   # writes this page and the list
+ci/zoo --json rows.jsonl --markdown docs/zoo.md --models ci/lib/zoo/models.md   # this page, the list
 ```
 
 The parts are every module of the database that `torch.testing` has of torch's modules, with some of its inputs, and
@@ -62,7 +62,8 @@ def version_of(package: str) -> str:
 
 
 def wrapped(text: str) -> str:
-    return textwrap.fill(text, 120, subsequent_indent="  " if text.startswith("- ") else "", break_long_words=False, break_on_hyphens=False)
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def totals(found: dict) -> str:
