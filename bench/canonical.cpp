@@ -73,7 +73,6 @@ double median(std::vector<double> values) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  use_host_pool();  // as train and bench do
   const int64_t rounds = argc > 1 ? std::max<int64_t>(1, std::atoll(argv[1])) : 3;
   for (const int64_t ranks : {1, 2}) {
     std::vector<double> plain_cpu, cpu, cpu_ratio, wall_ratio;

@@ -143,7 +143,6 @@ void load_all(const CheckpointTask& task, int64_t ranks, std::vector<double>& ch
 }  // namespace
 
 nlohmann::json run_checkpoint(const CheckpointTask& task) {
-  if (task.host_pool) use_host_pool();
   at::set_num_threads(1);
   Times times;
   run_threads(task.ranks, [&](std::shared_ptr<Comm> comm) {

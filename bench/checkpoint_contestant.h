@@ -14,7 +14,6 @@ struct CheckpointTask {
   std::string folder;  // empty; gone afterwards is what lies in it
   int64_t ranks = 2, load_ranks = 4;
   int64_t repeats = 3;  // timed, after one that is not
-  bool host_pool = false;  // tensors lie in the pool of device/host_pool.h
 };
 
 // Milliseconds of each repeat, until the last rank is done: {"save": [...], "async_blocking": [...], "load": [...],

@@ -322,7 +322,6 @@ at::Tensor own_tokens(const Task& task, int64_t step, int64_t rank) {
 }
 
 nlohmann::json run(const Task& task, ProcessWorld* processes, std::shared_ptr<Timeline> timeline) {
-  if (task.host_pool && task.device.is_cpu()) use_host_pool();
   if (!task.profile.empty()) prepare_profile(task.device);
   at::mm(at::ones({256, 256}), at::ones({256, 256}));  // brings up what the products need
   const double base = memory_mib("VmRSS:") - shared_mib_of_others();

@@ -38,7 +38,6 @@ struct Task {
   int64_t delayed_gradient_bytes = 0;  // of ours: ShardOptions::delayed_gradient_bytes_max
   bool counts_tensors = false;         // of ours: their bytes, where they are allocated, which takes time
   std::string profile;                 // of ours: a file that gets the profile of rank 0's last step (bench/profile.h)
-  bool host_pool = false;              // tensors on the CPU lie in the pool of device/host_pool.h
 
   // How many parts the batch of a step has. Ranks along tp have the same part.
   int64_t data_ranks() const { return mesh.size() / (mesh.has("tp") ? mesh.size("tp") : 1); }

@@ -12,9 +12,6 @@ shardproof_device_test(NAME device_math_props CASES 300 LIBRARIES golden SOURCES
   device/device_math_props.cpp device/device_sums_props.cpp device/device_canonical_props.cpp device/device_curves_props.cpp
   device/device_products_props.cpp)
 # Memory of the CPU's tensors that the process keeps.
-shardproof_test(NAME free_ranges_props LABEL device CASES 500 SOURCES device/free_ranges_props.cpp)
-shardproof_test(NAME host_pool_props LABEL device TORCH LIBRARIES harness SOURCES device/host_pool_props.cpp)
-shardproof_test(NAME shared_pool_props LABEL device TORCH SOURCES device/shared_pool_props.cpp)
 # How a GPU's launches cover memory, on the CPU: long arrays, short ones, and every alignment.
 shardproof_test(NAME device_launch_props LABEL device CASES 1000 LIBRARIES shardproof_cuda SOURCES
   device/device_launch_props.cpp)

@@ -13,25 +13,10 @@ if(MPI_C_FOUND)
   target_link_libraries(comm_mpi_props PRIVATE golden shardproof_rapidcheck GTest::gtest)
 
   foreach(ranks 2 3 4)
-    foreach(memory own in_pool mixed)
-      set(_name Mpi.collectives_on_${ranks}_processes)
-      if(memory STREQUAL in_pool)
-        set(_name Mpi.collectives_in_the_pool_on_${ranks}_processes)
-      elseif(memory STREQUAL mixed)
-        set(_name Mpi.collectives_where_some_have_a_pool_on_${ranks}_processes)
-      endif()
-      add_test(NAME ${_name} COMMAND mpirun -n ${ranks} --oversubscribe --bind-to none $<TARGET_FILE:comm_mpi_props>
-        --gtest_filter=-CommThreads.* ${memory})
-      set_tests_properties(${_name} PROPERTIES LABELS mpi PROCESSORS 2 ENVIRONMENT
-        "OMPI_ALLOW_RUN_AS_ROOT=1;OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;OMP_NUM_THREADS=1")
-    endforeach()
-  endforeach()
-
-  # A rank that the others cannot read, or that does not want it: then all data are sent.
-  foreach(memory one_limited one_unwilling)
-    add_test(NAME Mpi.collectives_with_${memory} COMMAND mpirun -n 3 --oversubscribe --bind-to none
-      $<TARGET_FILE:comm_mpi_props> --gtest_filter=Comm.reductions*:Comm.large* ${memory})
-    set_tests_properties(Mpi.collectives_with_${memory} PROPERTIES LABELS mpi PROCESSORS 2 ENVIRONMENT
+    set(_name Mpi.collectives_on_${ranks}_processes)
+    add_test(NAME ${_name} COMMAND mpirun -n ${ranks} --oversubscribe --bind-to none $<TARGET_FILE:comm_mpi_props>
+      --gtest_filter=-CommThreads.*)
+    set_tests_properties(${_name} PROPERTIES LABELS mpi PROCESSORS 2 ENVIRONMENT
       "OMPI_ALLOW_RUN_AS_ROOT=1;OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;OMP_NUM_THREADS=1")
   endforeach()
 
@@ -40,10 +25,6 @@ if(MPI_C_FOUND)
   foreach(ranks 2 4)
     add_test(NAME Mpi.random_cases_hold_on_${ranks}_processes
       COMMAND shardproof_command verify ${_verify} --ranks ${ranks} --seed ${ranks})
-    add_test(NAME Mpi.random_cases_hold_on_${ranks}_processes_that_send_all
-      COMMAND shardproof_command verify ${_verify} --ranks ${ranks} --seed 1${ranks} --no-direct-reads)
-    set_tests_properties(Mpi.random_cases_hold_on_${ranks}_processes_that_send_all PROPERTIES LABELS mpi PROCESSORS 2
-      ENVIRONMENT "OMPI_ALLOW_RUN_AS_ROOT=1;OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;OMP_NUM_THREADS=1")
     add_test(NAME Mpi.training_equals_the_golden_run_on_${ranks}_processes
       COMMAND shardproof_command train --backend mpi --ranks ${ranks} --steps 3 --check)
   endforeach()
@@ -66,9 +47,6 @@ else()
   add_test(NAME Mpi.collectives COMMAND ${CMAKE_COMMAND} -E echo "skipped: this build has no MPI")
   set_tests_properties(Mpi.collectives PROPERTIES LABELS mpi SKIP_REGULAR_EXPRESSION "skipped: this build has no MPI")
 endif()
-shardproof_refused(Launch.threads_refuse_no-direct-reads_which_has_no_effect "--no-direct-reads is for --backend mpi, got"
-  $<TARGET_FILE:shardproof_command> verify --cases 1 --no-direct-reads)
-set_tests_properties(Launch.threads_refuse_no-direct-reads_which_has_no_effect PROPERTIES LABELS comm)
 foreach(option timeout flight-dir)
   shardproof_refused(Launch.threads_refuse_${option}_which_has_no_effect "--${option} is for --backend.*got --backend threads"
     $<TARGET_FILE:shardproof_command> verify --cases 1 --${option} 3)

@@ -31,6 +31,17 @@ foreach(backend late_device drawn_device late_groups drawn_groups nccl_double)
   set_tests_properties(Doubles.each_of_2000_random_cases_over_${backend}_holds PROPERTIES LABELS "device;nightly" TIMEOUT 7200)
 endforeach()
 
+shardproof_refused(Launch.a_backend_that_nobody_registered_is_refused_with_the_names
+  "--backend must be one of threads, mpi, nccl, drawn_device, .*got 'late_devices'"
+  $<TARGET_FILE:shardproof_doubles> verify --cases 1 --backend late_devices)
+shardproof_refused(Launch.registered_ranks_refuse_options_of_other_ranks
+  "--timeout is for --backend mpi or nccl, got --backend late_device"
+  $<TARGET_FILE:shardproof_doubles> verify --cases 1 --backend late_device --timeout 3)
+shardproof_refused(Launch.registered_ranks_refuse_a_device "--backend late_device has a device and ranks of its own"
+  $<TARGET_FILE:shardproof_doubles> verify --cases 1 --backend late_device --device cuda)
+set_tests_properties(Launch.a_backend_that_nobody_registered_is_refused_with_the_names
+  Launch.registered_ranks_refuse_options_of_other_ranks Launch.registered_ranks_refuse_a_device PROPERTIES LABELS device)
+
 # What is decided at launch, and processes that the program starts itself.
 add_executable(nccl_driver doubles/nccl_driver.cpp)
 shardproof_uses_torch(nccl_driver)

@@ -107,7 +107,7 @@ class BenchFiles(ScratchCase):
         picture = xml.etree.ElementTree.parse(path).getroot()
         of = "{http://www.w3.org/2000/svg}"
         texts = [text.text for text in picture.iter(of + "text")]
-        names = ["single", "single_pooled", "zero3", "side_by_side"]
+        names = ["single", "zero3", "side_by_side"]
         self.assertEqual([text for text in texts if text in names], names)
         bars = [rect for rect in picture.iter(of + "rect") if rect.get("fill") != "white"]
         self.assertEqual(len(bars), 2 * len(names))

@@ -276,7 +276,7 @@ class Train(TrainingRuns):
     def test_a_limit_on_file_sizes_is_an_error_that_names_the_file(self):
         directory = os.path.join(self.folder, "limited")
         done = subprocess.run(["prlimit", "--fsize=4096", SHARDPROOF, "train", "--model", MODEL, "--seq", "6", "--steps", "1",
-                               "--no-host-pool", "--data", os.path.join(self.folder, "data"), "--checkpoint-dir", directory],
+                               "--data", os.path.join(self.folder, "data"), "--checkpoint-dir", directory],
                               stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         self.assertEqual(done.returncode, 2, done.stdout + done.stderr)
         self.assertRegex(done.stderr, r"cannot write .*\.distcp at byte .*File too large on ")

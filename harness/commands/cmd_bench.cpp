@@ -14,6 +14,7 @@
 #include <optional>
 
 #include "bench/contestant.h"
+#include "harness/commands/allocator.h"
 #include "harness/commands/bench_plot.h"
 #include "harness/commands/bench_prediction.h"
 #include "harness/commands/bench_process.h"
@@ -91,20 +92,18 @@ std::string command_of(const Arguments& a, const std::string& contestant) {
     return fmt::format("PYTHONPATH='{}/python'\"${{PYTHONPATH:+:$PYTHONPATH}}\" '{}/bin/python' '{}/bench/peers/peer.py' '{}'",
                        program.parent_path().string(), beside_program(SHARDPROOF_VENV).string(),
                        beside_program(SHARDPROOF_SOURCE).string(), spec_of(a, contestant).dump());
-  const bool processes = a.over_processes() && !contestant.starts_with("single");
+  const bool processes = a.over_processes() && contestant != "single";
   const std::string backend = a.launched.options.backend;
-  const std::string own = contestant == "single_pooled" ? "single" : contestant;
-  const bool pool = a.task.host_pool && contestant != "single";
   std::string start;  // with nccl the worker starts its own
   if (processes && backend == "mpi")
     start = fmt::format("{} ", fmt::join(shardproof::mpirun_command(a.task.mesh.size(), {}, ::geteuid() == 0), " "));
   const std::string options = processes ? " --backend " + backend + a.launched.given() : "";
   return fmt::format(
       "{}'{}' bench{} --device {} --worker {} --strategy {} --mesh {}{} --overlap-pieces {} --model {} --precision {} "
-      "--steps {} --warmup {} --delay-gradients {}{}{}{}{}",
-      start, program.string(), options, a.launched.options.device, own, a.task.strategy, a.task.mesh.str(),
+      "--steps {} --warmup {} --delay-gradients {}{}{}{}",
+      start, program.string(), options, a.launched.options.device, contestant, a.task.strategy, a.task.mesh.str(),
       a.task.sequence_parallel ? " --sequence-parallel" : "", a.task.overlap_pieces, a.model, a.precision, a.task.steps,
-      a.task.warmup, a.task.delayed_gradient_bytes, pool ? "" : " --no-host-pool", a.machine.empty() ? "" : " --count-tensors",
+      a.task.warmup, a.task.delayed_gradient_bytes, a.machine.empty() ? "" : " --count-tensors",
       a.spans.empty() ? "" : fmt::format(" --spans '{}'", a.spans),
       a.profiles && contestant == "ours" ? fmt::format(" --profile '{}'", a.task.profile) : "");
 }
@@ -145,12 +144,12 @@ bool report(const Arguments& a, const std::vector<std::string>& order, const std
                {"precision", a.precision},
                {"backend", a.launched.options.backend},
                {"backend_options", a.launched.given()},
-               {"ranks", name.starts_with("single") ? 1 : a.task.mesh.size()},
-               {"mesh", name.starts_with("single") ? "" : a.task.mesh.str()},
+               {"ranks", name == "single" ? 1 : a.task.mesh.size()},
+               {"mesh", name == "single" ? "" : a.task.mesh.str()},
                {"sequence_parallel", a.task.sequence_parallel},
                {"overlap_pieces", a.task.overlap_pieces},
                {"delayed_gradient_bytes_max", a.task.delayed_gradient_bytes},
-               {"host_pool", a.task.host_pool && name != "single" && !is_peer(name) && !a.on_gpu()},
+               {"allocator", allocator_name()},
                {"step_ms_median", median(row.step_ms)},
                {"ratio_median", median(row.ratios)},
                {"ratio_min", *low},
@@ -167,9 +166,10 @@ bool report(const Arguments& a, const std::vector<std::string>& order, const std
   }
   if (const auto checked = rows.find("fingerprint"); checked != rows.end() && !a.on_gpu()) report_check(checked->second);
   fmt::print(
-      "{}{}: {} rounds of {} steps after {} of warm-up, {} on {}; peak: of a rank, {}; loss diff: relative, at most "
-      "{:.1e}\n",
+      "{}{}: {} rounds of {} steps after {} of warm-up, {} on {}; host memory: {}; peak: of a rank, {}; loss diff: relative, "
+      "at most {:.1e}\n",
       a.task.mesh.str(), with_of(a.task), a.rounds, a.task.steps, a.task.warmup, a.precision, a.launched.options.device,
+      allocator_name(),
       a.on_gpu() ? "that LibTorch allocated on the GPU, without NCCL's own" : "above the process before the model",
       a.loss_tolerance());
   return held;
@@ -179,7 +179,6 @@ bool report(const Arguments& a, const std::vector<std::string>& order, const std
 // gathered, so there is nothing to lay side by side.
 std::vector<std::string> contestants(const Arguments& a) {
   std::vector<std::string> order = {"single", "ours"};
-  if (!a.on_gpu() && a.task.host_pool) order.insert(order.begin() + 1, "single_pooled");
   if (!a.on_gpu() && !chosen_strategy(a.task.strategy).parameter.flat.empty()) order.push_back("side_by_side");
   size_t begin = 0;
   while (begin <= a.against.size()) {
@@ -287,7 +286,6 @@ void write_trace(Arguments a, const std::string& folder, std::ofstream& file) {
 // As write_trace. The worker writes the file.
 void write_profile(Arguments a) {
   a.profiles = true;
-  a.task.host_pool = false;  // its memory is not LibTorch's, whose allocations a profile has
   a.task.steps = std::min(a.task.steps, kStepsOfTrace);
   run_process(command_of(a, "ours"), "ours");
   fmt::print("{}: operators, kernels and memory of a step of {}; open it in ui.perfetto.dev or chrome://tracing\n",
@@ -354,7 +352,6 @@ int compete(Arguments& a) {
 void add_bench_command(CLI::App& app, int& exit_code) {
   auto arguments = std::make_shared<Arguments>();
   Arguments* a = arguments.get();
-  a->task.host_pool = true;
   CLI::App* command =
       app.add_subcommand("bench", "time a training step against the unsharded one and PyTorch's, in interleaved rounds");
   command
@@ -380,8 +377,6 @@ void add_bench_command(CLI::App& app, int& exit_code) {
       ->add_option("--delay-gradients", a->task.delayed_gradient_bytes,
                    "ours makes gradients of weights when the next gather has started, and keeps so much for them, e.g. 64MiB")
       ->transform(CLI::AsSizeValue(false));
-  command->add_flag("!--no-host-pool", a->task.host_pool,
-                    "ours give the memory of tensors on the CPU that are freed back to the system, and do not keep it");
   command->add_option("--model", a->model, "the model: gpt33m, gpt1b or tiny")->capture_default_str();
   command->add_option("--precision", a->precision, "fp32; or bf16, where parameters and sums of gradients stay in float32")
       ->check(CLI::IsMember({"fp32", "bf16"}))

@@ -51,9 +51,9 @@ std::string peer_command(const Arguments& a, const std::string& folder) {
 }
 
 std::string own_command(const Arguments& a, const std::string& folder) {
-  return fmt::format("'{}' bench checkpoint --worker '{}' --model {} --ranks {} --load-ranks {} --repeats {}{}",
+  return fmt::format("'{}' bench checkpoint --worker '{}' --model {} --ranks {} --load-ranks {} --repeats {}",
                      fs::read_symlink("/proc/self/exe").string(), folder, a.model, a.task.ranks, a.task.load_ranks,
-                     a.task.repeats, a.task.host_pool ? "" : " --no-host-pool");
+                     a.task.repeats);
 }
 
 bool run_round(Contestant& contestant) {
@@ -129,7 +129,6 @@ int compete(Arguments& a) {
 void add_bench_checkpoint_command(CLI::App& bench_command, int& exit_code) {
   auto arguments = std::make_shared<Arguments>();
   Arguments* a = arguments.get();
-  a->task.host_pool = true;
   CLI::App* command =
       bench_command.add_subcommand("checkpoint", "time saves and loads against PyTorch's, in interleaved rounds");
   command->add_option("--model", a->model, "the model: gpt33m or tiny")->capture_default_str();
@@ -138,8 +137,6 @@ void add_bench_checkpoint_command(CLI::App& bench_command, int& exit_code) {
       ->capture_default_str();
   command->add_option("--repeats", a->task.repeats, "how many saves and loads a round times")->capture_default_str();
   command->add_option("--rounds", a->rounds, "how many rounds to run; each runs both contestants once")->capture_default_str();
-  command->add_flag("!--no-host-pool", a->task.host_pool,
-                    "ours gives the memory of tensors that are freed back to the system, and does not keep it");
   command->add_option("--directory", a->directory, "the folder to save in; by default that of temporary files");
   command->add_option("--json", a->json, "also write one JSON object for each figure to this file");
   command->add_option("--worker", a->worker, "run ours in this process and folder")->group("");

@@ -16,7 +16,6 @@
 #include "harness/commands/launch_options.h"
 #include "harness/run/beside_program.h"
 #include "shardproof/base/check.h"
-#include "shardproof/device/host_pool.h"
 
 namespace harness {
 namespace {
@@ -91,7 +90,6 @@ void work(const Arguments& a) {
   Launched launched;
   launched.options.backend = "mpi";
   const auto world = launched.start("");
-  shardproof::use_host_pool();  // as train and bench do
   world->run([&](std::shared_ptr<shardproof::Comm> comm) {
     const json result = bench::time_collectives(*comm, a.task);
     if (comm->rank() == 0) fmt::print("{}\n", result.dump());

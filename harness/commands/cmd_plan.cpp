@@ -19,7 +19,6 @@
 #include "harness/plan/plot.h"
 #include "harness/train/train_progress.h"
 #include "shardproof/base/check.h"
-#include "shardproof/device/host_pool.h"
 
 namespace harness {
 namespace {
@@ -102,7 +101,6 @@ void plan_one(Arguments& a, const std::optional<Machine>& machine, JsonLines& ou
 void run(Arguments& a) {
   at::set_num_threads(1);
   if (!a.calibrate.empty()) {
-    shardproof::use_host_pool();  // as train and bench do, whose steps are predicted
     write_machine(calibrate([](const std::string& what) { fmt::print(stderr, "measuring {}\n", what); }), a.calibrate);
     fmt::print("wrote {}; `plan --machine {}` reads it\n", a.calibrate, a.calibrate);
     return;

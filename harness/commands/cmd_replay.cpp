@@ -168,12 +168,11 @@ void add_replay_command(CLI::App& app, int& exit_code) {
       exit_code = run_in(arguments->engine, c, arguments->json);
       return;
     }
-    if (const auto own = registered_ranks(arguments->launched.options.backend)) {
+    if (const auto own = arguments->launched.registered()) {
       exit_code = report(c, run_case(c, *own), *own, arguments->json);
       return;
     }
     const auto world = arguments->launched.start(c.mesh.str());
-    arguments->launched.pool_small_tensors();
     const c10::Device device = arguments->launched.device();
     if (world) {
       exit_code = run_on(*world, arguments->launched, c, arguments->json);

@@ -17,7 +17,6 @@
 #include "shardproof/checkpoint/format/durable.h"
 #include "shardproof/comm/agree.h"
 #include "shardproof/comm/require_same.h"
-#include "shardproof/device/host_pool.h"
 
 namespace harness {
 namespace {
@@ -183,7 +182,6 @@ int run_train(TrainArguments& arguments) {
   });
   const TrainOptions& options = *chosen;
   const TrainingData& data = *read;
-  if (!arguments.no_host_pool && options.device.is_cpu()) shardproof::use_host_pool();
   TrainReports reports(arguments, /*speaks=*/!processes || processes->rank() == 0, first);
   const std::string description = describe(arguments, options);
   if (verbosity() != Verbosity::quiet)

@@ -334,10 +334,9 @@ void add_verify_command(CLI::App& app, int& exit_code) {
       return;
     }
     if (arguments->options.schedules > 0) arguments->launched.require_threads("--schedules takes rank-threads on the CPU");
-    auto threads = registered_ranks(arguments->launched.options.backend);
+    auto threads = arguments->launched.registered();
     if (threads) arguments->options.backend = arguments->launched.options.backend;
     const auto world = threads ? nullptr : arguments->launched.start(arguments->mesh);
-    arguments->launched.pool_small_tensors();
     const c10::Device device = arguments->launched.device();
     const bool on_threads = !world && !threads;
     if (!on_threads || !device.is_cpu())

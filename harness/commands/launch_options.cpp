@@ -11,10 +11,10 @@
 #include <iterator>
 
 #include "harness/run/engine.h"
+#include "harness/run/ranks.h"
 #include "harness/run/reproducible.h"
 #include "harness/train/stop_request.h"
 #include "shardproof/comm/require_same.h"
-#include "shardproof/device/host_pool.h"
 #include "shardproof/device/kernels/cuda.h"
 #include "shardproof/launch/nccl_launch.h"
 
@@ -53,9 +53,17 @@ void add_engine_option(CLI::App& command, std::string& engine) {
       ->capture_default_str();
 }
 
-void Launched::pool_small_tensors() const {
-  constexpr int64_t kBytesMin = 2048;  // half of what travels with the message that announces it
-  if (options.backend == "mpi" && mpi.direct_reads) shardproof::use_host_pool(kBytesMin);
+std::unique_ptr<Ranks> Launched::registered() const {
+  const std::vector<std::string> names = names_of_backends();
+  SHARD_REQUIRE(std::ranges::count(names, options.backend) > 0, "launch", "--backend must be one of {}, got '{}'",
+                fmt::join(names, ", "), options.backend);
+  std::unique_ptr<Ranks> own = registered_ranks(options.backend);
+  if (!own) return nullptr;
+  const shardproof::LaunchOptions usual;
+  SHARD_REQUIRE(options.device == usual.device && options.ranks == usual.ranks, "launch",
+                "--backend {} has a device and ranks of its own; leave out --device and --ranks", options.backend);
+  refuse_without_effect();
+  return own;
 }
 
 void Launched::require_threads(const std::string& what) const {
@@ -80,9 +88,6 @@ void Launched::add_to(CLI::App& command, bool ranks_option) {
           ->capture_default_str(),
       command.add_option("--flight-dir", mpi.flight_directory,
                          "the folder where each rank leaves its last calls if it fails, with --backend mpi or nccl")};
-  of_mpi_ = {command.add_flag_callback(
-      "--no-direct-reads", [this] { mpi.direct_reads = false; },
-      "send all data, also between ranks on one host, which could read each other's memory; with --backend mpi")};
   of_nccl_ = {
       command.add_option("--sum", sum, "how sums are taken: in rank_order by kernels, or native by NCCL; with --backend nccl")
           ->check(CLI::IsMember({"rank_order", "native"}))
@@ -117,13 +122,12 @@ void Launched::refuse_without_effect() const {
                     options.backend);
   };
   if (options.backend != "nccl") require_none(of_nccl_, "nccl");
-  if (options.backend != "mpi") require_none(of_mpi_, "mpi");
-  if (options.backend == "threads") require_none(of_processes_, "mpi or nccl");
+  if (options.backend != "mpi" && options.backend != "nccl") require_none(of_processes_, "mpi or nccl");
 }
 
 std::string Launched::given() const {
   std::string text;
-  for (const auto& list : {of_processes_, of_mpi_, of_nccl_})
+  for (const auto& list : {of_processes_, of_nccl_})
     for (const CLI::Option* option : list)
       for (const std::string& value : option->results())
         text += option->get_items_expected_max() == 0 ? " " + option->get_name()

@@ -19,6 +19,8 @@ class Option;
 
 namespace harness {
 
+class Ranks;
+
 struct Launched {
   shardproof::LaunchOptions options;
   shardproof::MpiOptions mpi;  // and, in time-out and records, of nccl
@@ -36,9 +38,9 @@ struct Launched {
   c10::Device device() const { return device_; }
   // Whether ranks can have memory side by side.
   bool shares_memory() const { return options.backend != "nccl"; }
-  // For cases of random models: processes of mpi read each other's tensors where they lie, although these are smaller than
-  // those that the host pool takes elsewhere.
-  void pool_small_tensors() const;
+  // The ranks that somebody has registered as --backend, without options of other ranks; null where it names ours. Throws
+  // Error, which lists the names, where it names none.
+  std::unique_ptr<Ranks> registered() const;
   // Throws Error when an option of ranks was given, since `what` has ranks of its own.
   void require_threads(const std::string& what) const;
   // Throws Error for options that were given and mean nothing to this backend.
@@ -52,7 +54,7 @@ struct Launched {
                                                       std::shared_ptr<shardproof::NcclStore> store);
   void use_gpu(int64_t index);
 
-  std::vector<CLI::Option*> of_processes_, of_mpi_, of_nccl_;
+  std::vector<CLI::Option*> of_processes_, of_nccl_;
   c10::Device device_{c10::kCPU};
 };
 

@@ -126,8 +126,6 @@ void add_run_options(CLI::App& app, TrainArguments& a) {
                  "make gradients of weights when the next gather has started, and keep so much for them, e.g. 64MiB")
       ->transform(CLI::AsSizeValue(false));
   app.add_flag("--offload", o.offload, "keep main parameters, optimizer state and final gradients in the host's memory");
-  app.add_flag("--no-host-pool", a.no_host_pool,
-               "on the CPU, give the memory of tensors that are freed back to the system, and do not keep it");
   app.add_option("--arithmetic", a.arithmetic, "canonical: take sums inside the model like this too; it implies --canonical")
       ->capture_default_str();
   TrainCheckpoints& c = o.checkpoints;

@@ -22,7 +22,6 @@ struct TrainArguments {
   std::string json, tensorboard;
   std::string config;
   bool print_config = false;
-  bool no_host_pool = false;  // on the CPU: device/host_pool.h
   TrainOptions options;  // those that need no reading
   Launched launched;
   CLI::App* command = nullptr;

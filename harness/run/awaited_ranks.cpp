@@ -32,8 +32,7 @@ class Awaited final : public DecoratedComm {
 class AwaitedRanks final : public Ranks {
  public:
   Steps train(const Case& c, const golden::Run& run) override {
-    CaseCheckpoints checkpoints(c);
-    return run_sharded(c, run, checkpoints, on_threads(policy_of(c.interleaving), awaited));
+    return run_sharded({.c = c, .run = run, .run_world = on_threads(policy_of(c.interleaving), awaited)});
   }
 };
 

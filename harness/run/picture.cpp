@@ -166,7 +166,6 @@ std::vector<std::vector<PicturedCall>> in_columns(const std::vector<std::vector<
 Picture picture_of(const Case& c, int64_t step) {
   const golden::Run run = make_run(c);
   Watched watched;
-  CaseCheckpoints checkpoints(c);
   const RunWorld run_world = [&](const Case& now, const RankBody& body) {
     const auto traced_body = [&](std::shared_ptr<shardproof::Comm> comm) {
       body(shardproof::traced(std::move(comm), watched.trace()));
@@ -177,7 +176,7 @@ Picture picture_of(const Case& c, int64_t step) {
     watched.tell(rank, at, ended, sharded);
   };
   try {
-    run_sharded(c, run, checkpoints, run_world, at::kCPU, /*output_scale=*/1, watch);
+    run_sharded({.c = c, .run = run, .run_world = run_world, .watch = watch});
   } catch (const std::exception&) {
     // This is the failure, and it has been told already.
   }

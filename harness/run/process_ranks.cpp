@@ -23,7 +23,7 @@ Steps ProcessRanks::train_part(Case c, const golden::Run& run, CaseCheckpoints& 
     // A world may read what the one before it has saved.
     comm.barrier().wait();
   };
-  Steps steps = run_sharded(c, run, checkpoints, run_world, device_);
+  Steps steps = run_sharded({.c = c, .run = run, .run_world = run_world, .device = device_}, checkpoints);
   std::vector<RankStep> mine;
   for (auto& ranks : steps)
     mine.push_back(comm.rank() < static_cast<int64_t>(ranks.size()) ? std::move(ranks[static_cast<size_t>(comm.rank())])

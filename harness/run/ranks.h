@@ -48,5 +48,7 @@ std::unique_ptr<Ranks> thread_ranks_on(c10::Device device, Over over = {});
 void register_ranks(const std::string& name, std::function<std::unique_ptr<Ranks>()> make);
 // Those; null where nobody has registered the name.
 std::unique_ptr<Ranks> registered_ranks(const std::string& name);
+// The names that --backend takes, registered ones last.
+std::vector<std::string> names_of_backends();
 
 }  // namespace harness

@@ -179,7 +179,7 @@ void measure(const Case& c, const golden::Run& run, const Reference& reference, 
   verdict.smallest_found[key("gradient")] = planted(&RankStep::gradients, gradient);
   verdict.smallest_found[key("parameter")] = planted(&RankStep::parameters, reference.best_known_parameter(last));
   verdict.smallest_found[key("activation")] = smallest_found([&](double error) {
-    const auto steps = run_sharded(c, run, 1 + error);
+    const auto steps = run_sharded({.c = c, .run = run, .output_scale = 1 + error});
     Verdict ignored;
     for (size_t step = 0; step < steps.size(); ++step)
       if (reference.difference(step, steps[step], ignored)) return true;

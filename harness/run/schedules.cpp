@@ -59,7 +59,7 @@ class Program {
   explicit Program(Case c) : case_(std::move(c)), run_(make_run(case_)) {
     case_.interleaving.reset();
     try {
-      before_ = run_sharded(case_, run_);
+      before_ = run_sharded({case_, run_});
     } catch (const std::exception& error) {
       failed_before_ = fmt::format("error without a schedule: {}", message_of(error));
     }
@@ -67,7 +67,7 @@ class Program {
   std::optional<std::string> operator()(const std::shared_ptr<shardproof::SchedulePolicy>& policy) const {
     if (failed_before_) return failed_before_;
     try {
-      return first_change(before_, run_sharded(case_, run_, 1, policy));
+      return first_change(before_, run_sharded({case_, run_, on_threads(policy)}));
     } catch (const std::exception& error) {
       return fmt::format("error: {}", message_of(error));
     }

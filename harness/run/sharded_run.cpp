@@ -75,22 +75,23 @@ class UsersStream {
 class RankRun {
  public:
   // `resumes`: begins with values of its own, which a load has to replace.
-  RankRun(const Case& c, const golden::Run& run, c10::Device device, double output_scale, const std::shared_ptr<Comm>& comm,
-          CaseCheckpoints& checkpoints, bool resumes, const Tracing& tracing)
-      : case_(c),
-        run_(run),
-        device_(device),
-        output_scale_(output_scale),
+  RankRun(const Trial& trial, const std::shared_ptr<Comm>& comm, CaseCheckpoints& checkpoints, bool resumes)
+      : case_(trial.c),
+        run_(trial.run),
+        device_(trial.device),
+        output_scale_(trial.output_scale),
         rank_(comm->rank()),
-        data_rank_(static_cast<size_t>(c.data_rank_of_each()[static_cast<size_t>(rank_)])),
+        data_rank_(static_cast<size_t>(case_.data_rank_of_each()[static_cast<size_t>(rank_)])),
         resumes_(resumes),
-        tracing_(tracing),
-        comms_(std::make_shared<MeshComm>(tracing.around(comm), c.mesh)),
+        tracing_(trial.tracing),
+        comms_(std::make_shared<MeshComm>(tracing_.around(comm), case_.mesh)),
         network_(build()),
-        sharded_(shard(c, run, network_, comms_, device)),
-        optimizer_(make_optimizer(sharded_, c)),
+        sharded_(shard(case_, run_, network_, comms_, device_)),
+        optimizer_(make_optimizer(sharded_, case_)),
         checkpoints_(checkpoints) {
-    if (tracing.ranks) watch_.emplace(*network_.module, [this] { return tracing_.last_collective(rank_); });
+    const Case& c = case_;
+    const golden::Run& run = run_;
+    if (tracing_.ranks) watch_.emplace(*network_.module, [this] { return tracing_.last_collective(rank_); });
     if (run.ema > 0) ema_.emplace(sharded_, EmaOptions{.decay = run.ema});
     if (c.options.fingerprint) fingerprints_.emplace(sharded_, optimizer_);
     if (!checkpoints.directory().empty()) manager_.emplace(checkpoints.directory(), checkpoints.options());
@@ -340,12 +341,12 @@ class RankRun {
 };
 
 // Steps [first, last) in one world, and the saves before step `last`.
-void run_stretch(const Case& c, const golden::Run& run, c10::Device device, double output_scale, CaseCheckpoints& checkpoints,
-                 const RunWorld& run_world, const StepWatch& watch, const Tracing& tracing, bool resumes, size_t first,
-                 size_t last, Steps& steps) {
+void run_stretch(const Trial& trial, CaseCheckpoints& checkpoints, bool resumes, size_t first, size_t last, Steps& steps) {
+  const Case& c = trial.c;
+  const StepWatch& watch = trial.watch;
   for (size_t s = first; s < last; ++s) steps[s].resize(static_cast<size_t>(c.mesh.size()));
-  run_world(c, [&](std::shared_ptr<Comm> comm) {
-    RankRun rank_run(c, run, device, output_scale, comm, checkpoints, resumes, tracing);
+  trial.run_world(c, [&](std::shared_ptr<Comm> comm) {
+    RankRun rank_run(trial, comm, checkpoints, resumes);
     if (resumes) rank_run.load(first);
     for (size_t s = first; s < last; ++s) {
       if (s != first || !resumes) rank_run.save(s);
@@ -356,27 +357,6 @@ void run_stretch(const Case& c, const golden::Run& run, c10::Device device, doub
     if (last < c.steps.size()) rank_run.save(last);
     rank_run.end();
   });
-}
-
-// All steps, from one load to the next.
-Steps run_stretches(const Case& c, const golden::Run& run, CaseCheckpoints& checkpoints, const RunWorld& run_world,
-                    c10::Device device, double output_scale, const StepWatch& watch, const Tracing& tracing) {
-  Steps steps(run.steps.size());
-  const RunWorld told = [&run_world, text = c.str()](const Case& now, const RankBody& body) {
-    run_world(now, [&](std::shared_ptr<Comm> comm) {
-      const RunningCase running(text);
-      body(std::move(comm));
-    });
-  };
-  bool resumes = false;
-  for (size_t first = 0; first < steps.size() || !resumes;) {
-    size_t last = resumes ? first + 1 : first;
-    while (last < steps.size() && !c.steps[last].loads()) ++last;
-    run_stretch(resumes ? c.at(first) : c, run, device, output_scale, checkpoints, told, watch, tracing, resumes, first, last,
-                steps);
-    first = last, resumes = true;
-  }
-  return steps;
 }
 
 }  // namespace
@@ -390,21 +370,39 @@ RunWorld on_threads(std::shared_ptr<SchedulePolicy> policy, AroundComm around) {
   };
 }
 
-Steps run_sharded(const Case& c, const golden::Run& run, double output_scale,
-                  const std::shared_ptr<shardproof::SchedulePolicy>& policy) {
-  CaseCheckpoints checkpoints(c);
-  return run_sharded(c, run, checkpoints, on_threads(policy), at::kCPU, output_scale);
+// All steps, from one load to the next.
+Steps run_sharded(const Trial& trial, CaseCheckpoints& checkpoints) {
+  const Case& c = trial.c;
+  Steps steps(trial.run.steps.size());
+  Trial stretch = trial;
+  stretch.run_world = [&trial, text = c.str()](const Case& now, const RankBody& body) {
+    trial.run_world(now, [&](std::shared_ptr<Comm> comm) {
+      const RunningCase running(text);
+      body(std::move(comm));
+    });
+  };
+  bool resumes = false;
+  for (size_t first = 0; first < steps.size() || !resumes;) {
+    size_t last = resumes ? first + 1 : first;
+    while (last < steps.size() && !c.steps[last].loads()) ++last;
+    if (resumes) stretch.c = c.at(first);
+    run_stretch(stretch, checkpoints, resumes, first, last, steps);
+    first = last, resumes = true;
+  }
+  return steps;
 }
 
-Steps run_sharded(const Case& c, const golden::Run& run, CaseCheckpoints& checkpoints, const RunWorld& run_world,
-                  c10::Device device, double output_scale, const StepWatch& watch) {
-  return run_stretches(c, run, checkpoints, run_world, device, output_scale, watch, {});
+Steps run_sharded(const Trial& trial) {
+  CaseCheckpoints checkpoints(trial.c);
+  return run_sharded(trial, checkpoints);
 }
 
 ModuleTraces trace_modules(const Case& c, const golden::Run& run, size_t step) {
-  CaseCheckpoints checkpoints(c);
   ModuleTraces traces(static_cast<size_t>(c.at(step).mesh.size()));
-  run_stretches(c, run, checkpoints, on_threads(policy_of(c.interleaving)), at::kCPU, 1, {}, {.step = step, .ranks = &traces});
+  run_sharded({.c = c,
+               .run = run,
+               .run_world = on_threads(policy_of(c.interleaving)),
+               .tracing = {.step = step, .ranks = &traces}});
   return traces;
 }
 

@@ -37,14 +37,20 @@ ModuleTraces trace_modules(const Case& c, const golden::Run& run, size_t step);
 // The same of one microbatch of the golden run, by the same modules on one rank: with these parameters, unsharded.
 MicrobatchTrace trace_unsharded(const golden::Model& model, const golden::Named& parameters, golden::Microbatch data);
 
-// By rank-threads; see thread_ranks. `output_scale` multiplies what the model gives, before the loss: an error to be found.
-// With a policy, which need not be the case's own, they take turns as it says.
-Steps run_sharded(const Case& c, const golden::Run& run, double output_scale = 1,
-                  const std::shared_ptr<shardproof::SchedulePolicy>& policy = nullptr);
+// One training of a case.
+struct Trial {
+  Case c;
+  const golden::Run& run;
+  RunWorld run_world = on_threads(nullptr);
+  c10::Device device = at::kCPU;  // of models, data and communication; what comes back is on the CPU
+  double output_scale = 1;        // multiplies what the model gives, before the loss: an error to be found
+  StepWatch watch = {};           // may be empty
+  Tracing tracing = {};
+};
 
-// The steps of those ranks that `run_world` runs in this process; the others' are empty. Models, data and communication are on
-// `device`, what comes back is on the CPU. `watch` may be empty.
-Steps run_sharded(const Case& c, const golden::Run& run, CaseCheckpoints& checkpoints, const RunWorld& run_world,
-                  c10::Device device = at::kCPU, double output_scale = 1, const StepWatch& watch = {});
+// The steps of those ranks that `run_world` runs in this process; the others' are empty.
+Steps run_sharded(const Trial& trial, CaseCheckpoints& checkpoints);
+// With a folder of checkpoints for this call alone.
+Steps run_sharded(const Trial& trial);
 
 }  // namespace harness

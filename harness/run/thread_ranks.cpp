@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <map>
 #include <memory>
 
@@ -12,7 +13,9 @@ using namespace shardproof;
 
 class ThreadRanks final : public Ranks {
  public:
-  Steps train(const Case& c, const golden::Run& run) override { return run_sharded(c, run, 1, policy_of(c.interleaving)); }
+  Steps train(const Case& c, const golden::Run& run) override {
+    return run_sharded({c, run, on_threads(policy_of(c.interleaving))});
+  }
 };
 
 class DeviceThreads final : public Ranks {
@@ -20,7 +23,6 @@ class DeviceThreads final : public Ranks {
   DeviceThreads(c10::Device device, Over over) : device_(device), over_(std::move(over)) {}
   c10::Device device() const override { return device_; }
   Steps train(const Case& c, const golden::Run& run) override {
-    CaseCheckpoints checkpoints(c);
     const auto policy = policy_of(c.interleaving);
     const auto run_world = [this, &policy](const Case& now, const RankBody& body) {
       ThreadsOptions options = threads_options(now);
@@ -31,13 +33,15 @@ class DeviceThreads final : public Ranks {
           now.mesh.size(),
           [&](std::shared_ptr<Comm> comm) { body(over_ ? over_(std::move(comm)) : std::move(comm)); }, options);
     };
-    return run_sharded(c, run, checkpoints, run_world, device_);
+    return run_sharded({c, run, run_world, device_});
   }
 
  private:
   c10::Device device_;
   Over over_;
 };
+
+const std::vector<std::string> kOurs = {"threads", "mpi", "nccl"};
 
 std::map<std::string, std::function<std::unique_ptr<Ranks>()>>& registered() {
   static std::map<std::string, std::function<std::unique_ptr<Ranks>()>> all;
@@ -47,14 +51,20 @@ std::map<std::string, std::function<std::unique_ptr<Ranks>()>>& registered() {
 }  // namespace
 
 void register_ranks(const std::string& name, std::function<std::unique_ptr<Ranks>()> make) {
-  const bool own = name == "threads" || name == "mpi" || name == "nccl";
-  SHARD_REQUIRE(make && !own && registered().emplace(name, std::move(make)).second, "register_ranks",
-                "'{}' is the name of other ranks, or there is nothing that makes them", name);
+  const bool is_new = std::ranges::count(kOurs, name) == 0 && !registered().contains(name);
+  SHARD_REQUIRE(make && is_new, "register_ranks", "'{}' is the name of other ranks, or there is nothing that makes them", name);
+  registered().emplace(name, std::move(make));
 }
 
 std::unique_ptr<Ranks> registered_ranks(const std::string& name) {
   const auto found = registered().find(name);
   return found == registered().end() ? nullptr : found->second();
+}
+
+std::vector<std::string> names_of_backends() {
+  std::vector<std::string> names = kOurs;
+  for (const auto& [name, make] : registered()) names.push_back(name);
+  return names;
 }
 
 Ranks& thread_ranks() {

@@ -23,7 +23,6 @@
 #include "shardproof/comm/checked.h"
 #include "shardproof/comm/mesh_comm.h"
 #include "shardproof/comm/threads/threads.h"
-#include "shardproof/device/host_pool.h"
 #include "shardproof/models/models.h"
 #include "shardproof/nn/attention.h"
 #include "shardproof/nn/initialize.h"
@@ -160,7 +159,6 @@ void resume(checkpoint::Manager& manager, Sharded& sharded, Optimizer& optimizer
                 "{} has {} values of parameters or of the optimizer's state on a rank that are infinite or NaN, so there is no "
                 "way on from it. Remove it, to go on from the one before, or begin another run",
                 checkpoint::step_folder(manager.directory(), history.first_step), broken);
-  trim_host_pool();  // no step needs as much memory as a load
 }
 
 // Of the sequences of a range. Its weight makes losses of `all` sequences add up to their mean over tokens.

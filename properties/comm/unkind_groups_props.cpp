@@ -51,6 +51,19 @@ TEST(UnkindGroups, rings_of_two_ranks_and_more_go_round) {
                          *unkind::ranks());
 }
 
+TEST(UnkindGroups, groups_that_are_made_and_ranks_alone_may_be_split_without_end) {
+  constexpr int64_t kMore = 4200;  // than numbers that tags can tell apart
+  on_ranks(1, [](std::shared_ptr<Comm> comm) {
+    for (int64_t i = 0; i < kMore; ++i) comm->split(0, 0, "alone");
+  });
+  on_ranks(2, [](std::shared_ptr<Comm> comm) {
+    for (int64_t i = 0; i < kMore; ++i) comm->split(0, 0, "both");
+    at::Tensor value = there(at::ones({1}));
+    comm->split(0, 0, "both")->all_reduce(value).wait();
+    EXPECT_EQ(value.cpu().item<double>(), 2);
+  });
+}
+
 TEST(UnkindGroups, a_gather_in_place_takes_no_memory) {
   on_ranks(3, [](std::shared_ptr<Comm> comm) {
     at::Tensor all = there(at::zeros({3 * 4096}));

@@ -95,13 +95,12 @@ shardproof::ThreadsOptions on_device(const Policy& policy) {
 
 // Trains on the device.
 Steps train(const Case& c, const golden::Run& run, const Policy& policy) {
-  CaseCheckpoints checkpoints(c);
   const auto run_world = [&](const Case& now, const RankBody& body) {
     shardproof::ThreadsOptions options = on_device(policy);
     options.sum = threads_options(now).sum;
     shardproof::run_threads(now.mesh.size(), body, options);
   };
-  return run_sharded(c, run, checkpoints, run_world, fake_device::device());
+  return run_sharded({c, run, run_world, fake_device::device()});
 }
 
 golden::Run run_of(const Case& c) {
@@ -115,7 +114,7 @@ void expect_the_bits_of_the_cpu_under_each(std::span<const char* const> cases) {
   for (const char* text : cases) {
     const Case c = Case::parse(text);
     const golden::Run run = run_of(c);
-    const Steps on_cpu = run_sharded(c, make_run(c));
+    const Steps on_cpu = run_sharded({c, make_run(c)});
     expect_right_under_each(text, c.seed, [&](const Policy& policy) { return first_change(on_cpu, train(c, run, policy)); });
   }
 }

@@ -2,7 +2,6 @@
 // processes. A failure on any rank fails the program on all, and is printed with its rank.
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,8 +12,6 @@
 #include "properties/doubles/comm_worlds.h"
 #include "shardproof/base/check.h"
 #include "shardproof/comm/mpi/mpi.h"
-#include "shardproof/device/host_pool.h"
-#include "testing/device/shared_memory.h"
 
 namespace worlds {
 namespace {
@@ -107,50 +104,10 @@ int run_tests() {
 }  // namespace
 }  // namespace worlds
 
-namespace {
-
-// Where tensors lie. In the pool ranks read each other's tensors where they lie; else all are sent. `mixed`: every other rank
-// has a pool. With the last two rank 1 cannot be read, or does not want it, so that no rank is.
-enum class Memory { own, in_pool, mixed, one_limited, one_unwilling };
-
-Memory memory_of(const std::string& text) {
-  for (const auto& [name, memory] : {std::pair{"in_pool", Memory::in_pool},
-                                     {"mixed", Memory::mixed},
-                                     {"one_limited", Memory::one_limited},
-                                     {"one_unwilling", Memory::one_unwilling}})
-    if (text == name) return memory;
-  return Memory::own;
-}
-
-void limit_files(rlim_t bytes) {
-  rlimit limit{};
-  ::getrlimit(RLIMIT_FSIZE, &limit);
-  limit.rlim_cur = std::min(bytes, limit.rlim_max);
-  ::setrlimit(RLIMIT_FSIZE, &limit);
-}
-
-bool can_be_read() {
-  return shardproof::offset_in_shared_pool(at::empty({1}).const_data_ptr()) >= 0;
-}
-
-}  // namespace
-
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
   at::set_num_threads(1);
-  const Memory memory = memory_of(argc > 1 ? argv[1] : "");
-  const char* const rank = std::getenv("OMPI_COMM_WORLD_RANK");
-  const bool is_odd_one = rank && rank == std::string("1");
-  if (memory == Memory::one_limited && is_odd_one)
-    limit_files(rlim_t{1} << 30);  // more than MPI needs, and less than the pool does
-  shardproof::MpiWorld world({.timeout_seconds = 120, .direct_reads = !(memory == Memory::one_unwilling && is_odd_one)});
-  if (memory == Memory::one_limited && is_odd_one) limit_files(RLIM_INFINITY);
+  shardproof::MpiWorld world({.timeout_seconds = 120});
   worlds::job = &world;
-  if (memory != Memory::own && (memory != Memory::mixed || world.rank() % 2 == 1)) shardproof::use_host_pool(1);
-  const bool reads = memory == Memory::in_pool || (memory == Memory::mixed && world.rank() % 2 == 1);
-  if (can_be_read() != reads) {
-    fmt::print("rank {}: its tensors can be read: {}, expected: {}\n", world.rank(), can_be_read(), reads);
-    return 1;
-  }
   return worlds::run_tests();
 }

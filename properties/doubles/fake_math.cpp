@@ -28,10 +28,11 @@ class Launcher {
   template <class T>
   T* here(T* device_memory) const {
     const c10::DeviceIndex mine = device_ < 0 ? current_device() : device_;
-    TORCH_CHECK(!device_memory || device_of(device_memory).index() == mine,
+    T* const host = static_cast<T*>(on_host(device_memory));
+    TORCH_CHECK(host == device_memory || device_of(device_memory).index() == mine,
                 "fake device: an illegal access: a kernel on device ", static_cast<int>(mine), " uses memory of ",
                 device_of(device_memory).str());
-    return static_cast<T*>(on_host(device_memory));
+    return host;
   }
   UpdateArrays here(UpdateArrays arrays) const {
     arrays.parameter = here(arrays.parameter);

@@ -29,7 +29,6 @@ class DrawnOrder final : public harness::Ranks {
     const auto policy = harness::make_policy({.kind = harness::Interleaving::Kind::random, .seed = c.seed});
     schedule_by(policy);
     const std::shared_ptr<void> back(nullptr, [](void*) { schedule_by(nullptr); });
-    harness::CaseCheckpoints checkpoints(c);
     const auto run_world = [&](const harness::Case& now, const harness::RankBody& body) {
       shardproof::ThreadsOptions options = harness::threads_options(now);
       options.schedule = shardproof::ThreadsOptions::Schedule::serial;
@@ -39,7 +38,7 @@ class DrawnOrder final : public harness::Ranks {
       shardproof::run_threads(
           now.mesh.size(), [&](const auto& comm) { body(over_ ? over_(comm) : comm); }, options);
     };
-    return run_sharded(c, run, checkpoints, run_world, device());
+    return run_sharded({c, run, run_world, device()});
   }
 
  private:

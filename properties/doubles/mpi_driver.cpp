@@ -1,7 +1,6 @@
 // One process of an MPI job in which something goes wrong, for mpi_faults_props: makes calls of one kind until a rank does what
 // it was told to, and says how that ended.
-//   mpi_driver FAULT OP VICTIM STEP ELEMENTS MEMORY TIMEOUT_S FLIGHT_DIRECTORY
-// MEMORY is own, or pool: then other ranks can read tensors where they lie.
+//   mpi_driver FAULT OP VICTIM STEP ELEMENTS TIMEOUT_S FLIGHT_DIRECTORY
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <signal.h>
@@ -15,9 +14,7 @@
 #include "shardproof/base/check.h"
 #include "shardproof/base/failed_check.h"
 #include "shardproof/comm/mpi/mpi.h"
-#include "shardproof/device/host_pool.h"
 #include "testing/base/call_label.h"
-#include "testing/device/shared_memory.h"
 
 using namespace shardproof;
 
@@ -40,6 +37,7 @@ Work start(Comm& comm, const std::string& op, const Buffers& buffers) {
   if (op == "all_gather") return comm.all_gather(buffers.whole, buffers.mine);
   if (op == "reduce_scatter") return comm.reduce_scatter(buffers.mine, buffers.whole);
   if (op == "all_reduce") return comm.all_reduce(buffers.mine);
+  if (op == "finite_all_reduce") return comm.finished_all_reduce(buffers.mine, {.all_finite = std::make_shared<bool>()});
   if (op == "broadcast") return comm.broadcast(buffers.mine, size - 1);
   if (op == "barrier") return comm.barrier();
   if (op == "send") {  // from the last rank to the first
@@ -114,8 +112,8 @@ int report(int64_t rank, const char* kind, const std::string& text, Clock::time_
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 9) {
-    fmt::print(stderr, "mpi_driver FAULT OP VICTIM STEP ELEMENTS MEMORY TIMEOUT_S FLIGHT_DIRECTORY, got {} arguments\n",
+  if (argc != 8) {
+    fmt::print(stderr, "mpi_driver FAULT OP VICTIM STEP ELEMENTS TIMEOUT_S FLIGHT_DIRECTORY, got {} arguments\n",
                argc - 1);
     return 2;
   }
@@ -124,15 +122,9 @@ int main(int argc, char** argv) {
               .victim = std::stol(argv[3]),
               .step = std::stol(argv[4]),
               .elements = std::stol(argv[5])};
-  a.options.timeout_seconds = std::stod(argv[7]);
-  a.options.flight_directory = argv[8];
-  const bool in_pool = argv[6] == std::string("pool");
-  if (in_pool) use_host_pool(1);
+  a.options.timeout_seconds = std::stod(argv[6]);
+  a.options.flight_directory = argv[7];
   MpiWorld world(a.options);
-  if (in_pool && offset_in_shared_pool(at::empty({1}).const_data_ptr()) < 0) {
-    fmt::print("ranks cannot read each other's memory\n");
-    return 2;
-  }
   Clock::time_point last_good = Clock::now();
   try {
     world.run([&](std::shared_ptr<Comm> comm) { run(a, comm, last_good); });

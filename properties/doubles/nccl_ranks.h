@@ -20,14 +20,14 @@ class Ranks final : public harness::Ranks {
   harness::Steps train(const harness::Case& given, const golden::Run& run) override {
     harness::Case c = given;
     c.options.side_by_side = 0;  // ranks with a GPU each have no memory in common
-    harness::CaseCheckpoints checkpoints(c);
-    return harness::run_sharded(c, run, checkpoints, [this](const harness::Case& now, const harness::RankBody& body) {
+    const auto run_world = [this](const harness::Case& now, const harness::RankBody& body) {
       arrangement_.plan.seed = now.seed + 1;
       nccl_worlds::run(now.mesh.size(), arrangement_, [&body](const auto& comm) {
         at::set_num_threads(1);  // of this rank's thread: products add in another order with more
         body(comm);
       });
-    });
+    };
+    return harness::run_sharded({c, run, run_world});
   }
 
  private:

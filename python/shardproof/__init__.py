@@ -19,7 +19,6 @@ _HOMES = {
     "checkpoint": ("Manager", "load", "load_weights", "save", "save_weights"),
     "ema": ("Ema",),
     "fingerprint": ("FingerprintCheck",),
-    "host_pool": ("host_pool_bytes", "trim_host_pool", "use_host_pool"),
     "lora": ("Lora", "add_lora"),
     "optim": (
         "LossScaler",

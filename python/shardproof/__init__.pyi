@@ -15,11 +15,6 @@ from .checkpoint import (
 )
 from .ema import Ema as Ema
 from .fingerprint import FingerprintCheck as FingerprintCheck
-from .host_pool import (
-    host_pool_bytes as host_pool_bytes,
-    trim_host_pool as trim_host_pool,
-    use_host_pool as use_host_pool,
-)
 from .lora import Lora as Lora, add_lora as add_lora
 from .optim import (
     LossScaler as LossScaler,

@@ -285,6 +285,8 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: "float | str" =
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     plain = [parameter for parameter in given if owner_of(parameter) is None]
     models = list(dict.fromkeys(found for found in map(owner_of, given) if found is not None))
+    if not max_norm > 0:
+        raise _C.Error(f"[fsdp] clip_grad_norm_: max_norm must be above 0, got {max_norm}; skip_step() drops gradients")
     if not models:
         raise _C.Error(
             "[fsdp] clip_grad_norm_: none of the parameters is of a sharded model. Use torch.nn.utils.clip_grad_norm_"

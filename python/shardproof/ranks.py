@@ -159,7 +159,6 @@ def run_mpi(
     *,
     timeout_seconds: float = 300.0,
     flight_directory: str = "",
-    direct_reads: bool = True,
 ) -> Any:
     """Run ``body(comm)`` on every process of an MPI job, which ``mpirun -n N python script.py`` starts.
 
@@ -171,10 +170,6 @@ def run_mpi(
         A rank that others wait for, or that gives no sign of life, for longer than this ends the job.
     flight_directory : str
         Where each rank writes its last calls when something ends the job.
-    direct_reads : bool
-        Ranks on one host read each other's tensors where they lie, if these lie in memory that the host pool (`use_host_pool`)
-        has first used within ``body``. All other tensors are sent. A child of ``fork()`` may then see what its parent writes
-        later.
 
     Returns
     -------
@@ -188,7 +183,7 @@ def run_mpi(
             f"[mpi] this build of shardproof has no MPI, or MPI's library is not found: {error}. Install Open MPI "
             "and build the package again, or start the ranks with torchrun"
         ) from error
-    return _mpi.run_mpi(body, timeout_seconds, flight_directory, direct_reads)
+    return _mpi.run_mpi(body, timeout_seconds, flight_directory)
 
 
 def _timeout_of(group: "torch.distributed.ProcessGroup") -> Any:

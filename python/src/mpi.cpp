@@ -10,14 +10,14 @@
 namespace shardproof::python {
 namespace {
 
-py::object run_mpi(const py::function& body, double timeout_seconds, const std::string& flight_directory, bool direct_reads) {
+py::object run_mpi(const py::function& body, double timeout_seconds, const std::string& flight_directory) {
   py::object result = py::none();
   std::optional<py::error_already_set> raised;
   std::exception_ptr ended;
   {
     const py::gil_scoped_release unlocked;
     try {
-      MpiWorld world({.timeout_seconds = timeout_seconds, .flight_directory = flight_directory, .direct_reads = direct_reads});
+      MpiWorld world({.timeout_seconds = timeout_seconds, .flight_directory = flight_directory});
       require_joined(world.rank(), world.size());
       world.run([&](std::shared_ptr<Comm> comm) {
         const py::gil_scoped_acquire locked;
@@ -47,5 +47,5 @@ py::object run_mpi(const py::function& body, double timeout_seconds, const std::
 PYBIND11_MODULE(_mpi, module) {
   namespace py = pybind11;
   module.def("run_mpi", &shardproof::python::run_mpi, py::arg("body"), py::arg("timeout_seconds") = 300.0,
-             py::arg("flight_directory") = "", py::arg("direct_reads") = true);
+             py::arg("flight_directory") = "");
 }

@@ -28,7 +28,6 @@ UnlockedPtr<ShardedMirror> shard(std::shared_ptr<Mirror> mirror, std::shared_ptr
   mirror->rank = comms->rank();
   mirror->require_same_parameters();  // `parallelize` may have made it
   ShardOptions chosen = options_of(options);
-  const bool side_by_side = chosen.gather == Gather::side_by_side;
   Sharding sharding(comms, std::move(chosen));
   for (const py::handle& unit : units) {
     const auto [modules, own] = unit.cast<std::pair<std::vector<py::object>, py::dict>>();
@@ -38,7 +37,7 @@ UnlockedPtr<ShardedMirror> shard(std::shared_ptr<Mirror> mirror, std::shared_ptr
   }
   const py::gil_scoped_release unlocked;
   Sharded sharded = sharding.shard(mirror->root());
-  return UnlockedPtr<ShardedMirror>(new ShardedMirror{std::move(mirror), std::move(comms), std::move(sharded), side_by_side});
+  return UnlockedPtr<ShardedMirror>(new ShardedMirror{std::move(mirror), std::move(comms), std::move(sharded)});
 }
 
 // The optimizer's step was somebody else's: parameters follow the main ones, gradients are forgotten.
@@ -51,7 +50,6 @@ void finish_foreign_step(ShardedMirror& held, const std::string& done) {
 // Before somebody else, whose name errors begin with, writes main parameters that other ranks may be reading.
 void begin_foreign_step(ShardedMirror& held, const std::string& who) {
   held.sharded.main_parameters_will_change(who.c_str());
-  if (held.side_by_side) held.comms->world().barrier().wait();
 }
 
 // Of what an optimizer works on: "model" where every rank has all of it, "tensor" where each parameter that a rank has is

@@ -13,7 +13,6 @@ struct ShardedMirror {
   std::shared_ptr<Mirror> mirror;
   std::shared_ptr<MeshComm> comms;
   Sharded sharded;
-  bool side_by_side = false;
 };
 
 }  // namespace shardproof::python

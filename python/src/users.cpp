@@ -4,7 +4,6 @@
 #include "held.h"
 #include "sharded.h"
 #include "shardproof/checkpoint/adapters.h"
-#include "shardproof/device/host_pool.h"
 #include "shardproof/models/lora.h"
 #include "shardproof/optim/ema.h"
 #include "shardproof/optim/fingerprint_check.h"
@@ -85,15 +84,6 @@ void move_parameters(Comm& world, ShardedMirror* from, ShardedMirror* to, int64_
   transfer(world, from ? &from->sharded : nullptr, to ? &to->sharded : nullptr, {.bytes_at_once = bytes_at_once});
 }
 
-py::dict bytes_of_host_pool() {
-  const HostPoolBytes bytes = host_pool_bytes();
-  py::dict dict;
-  dict["used"] = bytes.used;
-  dict["used_max"] = bytes.used_max;
-  dict["kept"] = bytes.kept;
-  return dict;
-}
-
 }  // namespace
 
 void bind_users(py::module_& module) {
@@ -102,9 +92,6 @@ void bind_users(py::module_& module) {
   bind_lora(module);
   module.def("transfer", &move_parameters, py::arg("world"), py::arg("source"), py::arg("target"), py::arg("bytes_at_once"),
              Unlocked());
-  module.def("use_host_pool", [] { use_host_pool(); });
-  module.def("host_pool_bytes", &bytes_of_host_pool);
-  module.def("trim_host_pool", &trim_host_pool, Unlocked());
 }
 
 }  // namespace shardproof::python

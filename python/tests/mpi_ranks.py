@@ -30,5 +30,4 @@ def body(comm):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    shardproof.use_host_pool()  # so that ranks read large tensors where they lie
-    print(shardproof.run_mpi(body, direct_reads="sends" not in sys.argv), flush=True)
+    print(shardproof.run_mpi(body), flush=True)

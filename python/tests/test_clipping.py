@@ -132,6 +132,17 @@ def test_parameters_of_several_models_and_plain_ones_are_clipped_by_one_norm(how
     shardproof.run_threads(2, body)
 
 
+def test_a_norm_of_nothing_is_refused_for_one_model_and_for_several():
+    def body(comm):
+        parts = sharded_parts(comm, nn.ModuleList([Net(), Net()]), "two models")
+        (loss_of(parts[0], batch(0)) + loss_of(parts[1], batch(1))).backward()
+        for given in (parts.parameters(), parts[0].parameters()):
+            with pytest.raises(shardproof.Error, match="max_norm must be above 0, got 0"):
+                fsdp.clip_grad_norm_(given, 0.0)
+
+    shardproof.run_threads(2, body)
+
+
 def test_plain_parameters_whose_gradients_differ_between_ranks_are_not_clipped_with_a_model():
     def body(comm):
         parts = sharded_parts(comm, nn.ModuleList([Net()]), "layers without a root")

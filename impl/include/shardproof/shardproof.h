@@ -19,7 +19,6 @@
 #include "shardproof/comm/redistribute.h"
 #include "shardproof/comm/threads/threads.h"
 #include "shardproof/comm/traced.h"
-#include "shardproof/device/host_pool.h"
 #include "shardproof/hooks/module_watch.h"
 #include "shardproof/hooks/unit.h"
 #include "shardproof/models/lora.h"

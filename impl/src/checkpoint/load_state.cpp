@@ -1,5 +1,4 @@
 #include <ATen/ATen.h>
-#include <c10/core/CPUAllocator.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
@@ -119,8 +118,7 @@ class Loader {
     }
     loaded_.counts.staged_bytes = staged;
     staging_ = staging(shared, sharded_.impl().state_device());
-    // A pool's memory (device/host_pool.h) would keep large pages when others use it.
-    if (sharded_.impl().state_device().is_cpu() && c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator())
+    if (sharded_.impl().state_device().is_cpu())
       prefer_large_pages(staging_.data_ptr(), shared);
   }
 

@@ -141,7 +141,7 @@ void Optimizer::step() {
   Schedule& schedule = state->schedule;
   state->require_own_values("Optimizer::step");
   schedule.require_final("Optimizer::step");
-  state->finish_reads();
+  state->begin_update();
   for (const auto& begin : state->before_update) begin();
   const std::vector<Bucket*>& buckets = schedule.buckets();
   size_t placed = 0;  // which group has which parameter, as a number
@@ -151,7 +151,6 @@ void Optimizer::step() {
                             groups_.size() == 1 ? "" : fmt::format(" | parameters by group {:x}", placed)));
   for (size_t b = 0; b < buckets.size(); ++b) {
     if (!buckets[b]->gradient.final()) continue;
-    buckets[b]->parameters.begin_update();
     const bool rounded = update_bucket(b);
     buckets[b]->parameters.all_gather_updated(rounded);
   }

@@ -136,13 +136,6 @@ int64_t BucketParameters::compute_bytes() const {
   return layout_.numel() * static_cast<int64_t>(c10::elementSize(rules_.compute));
 }
 
-void BucketParameters::begin_update() {
-  if (!side_by_side()) return;
-  const std::string which = occasion("update");
-  const CallLabel label(label_, which);
-  comms_->along(layout_.unshard().axes).barrier().wait();
-}
-
 int64_t BucketParameters::versions() const {
   int64_t sum = 0;
   for (const at::Tensor& view : views_)

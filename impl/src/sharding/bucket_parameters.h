@@ -39,9 +39,6 @@ class BucketParameters : private BucketPart {
 
   Residency residency() const { return residency_; }
 
-  // Before main() is written: waits until no rank reads the parameters of this step any more. Collective.
-  void begin_update();
-
   // The whole bucket, gathered. `start` allocates and returns at once. Nothing when already there. Returns whether all ranks of
   // the mesh have to gather, too; replicas need not.
   bool start_unshard();

@@ -14,6 +14,7 @@
 #include "shardproof/comm/capturable.h"
 #include "shardproof/comm/comparing.h"
 #include "shardproof/nn/attention.h"
+#include "testing/base/call_label.h"
 
 namespace shardproof {
 namespace {
@@ -107,7 +108,15 @@ void Sharded::Impl::finish_reads() {
 
 void Sharded::Impl::begin_update() {
   finish_reads();
-  for (Bucket* bucket : schedule.buckets()) bucket->parameters.begin_update();
+  bool neighbours_read = false;
+  for (const Bucket* bucket : schedule.buckets()) {
+    bucket->parameters.main();  // the device may still be fetching them
+    neighbours_read |= bucket->parameters.side_by_side();
+  }
+  if (!neighbours_read) return;
+  const std::string occasion = fmt::format("step {}", schedule.current_step());
+  const CallLabel label("the update of what lies side by side", occasion);
+  comms->world().barrier().wait();
 }
 
 // What has its final gradients is updated next, by whichever optimizer.

@@ -84,6 +84,9 @@ struct Sharded::Impl {
   // calls `finish_reads` first, or `begin_update`, which does.
   std::vector<std::function<void()>> reads;
   void finish_reads();
+  // The one door to main parameters: an optimizer's step, ours or another's, a load and a user's hand write to them behind it.
+  // It waits for whatever reads them: a save, the device, and ranks of which they are neighbours (Gather::side_by_side). Only
+  // with those is it collective over the mesh.
   void begin_update();
   // State that lies as main parameters do and goes into checkpoints with them, by the first part of its names there.
   std::map<std::string, std::function<std::vector<Shard>()>> kept_along;

@@ -165,8 +165,7 @@ at::Tensor Sharded::gather_gradient(const std::string& name) const {
 
 void Sharded::main_parameters_will_change(const char* who) {
   impl_->require_no_averages(who);
-  impl_->finish_reads();
-  for (const Bucket* bucket : impl_->schedule.buckets()) bucket->parameters.main();  // the device may still be fetching them
+  impl_->begin_update();
 }
 
 void Sharded::main_parameters_changed() {

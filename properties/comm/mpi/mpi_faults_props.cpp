@@ -20,7 +20,6 @@ namespace {
 struct Fault {
   std::string kind, op;
   int64_t ranks = 2, victim = 0, step = 0, elements = 1;
-  bool in_pool = false;  // where other ranks can read tensors
   double timeout_s = 4;  // a busy machine must not look like a dead one
 };
 
@@ -55,8 +54,8 @@ Outcome run(const Fault& f) {
   const std::string command = fmt::format(
       "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMP_NUM_THREADS=1 mpirun -n {} --oversubscribe --bind-to none "
       "'{}' {} {} "
-      "{} {} {} {} {} '{}' 2>&1",
-      f.ranks, MPI_DRIVER, f.kind, f.op, f.victim, f.step, f.elements, f.in_pool ? "pool" : "own", f.timeout_s, outcome.flight);
+      "{} {} {} {} '{}' 2>&1",
+      f.ranks, MPI_DRIVER, f.kind, f.op, f.victim, f.step, f.elements, f.timeout_s, outcome.flight);
   std::FILE* pipe = popen(command.c_str(), "r");
   char buffer[4096];
   while (std::fgets(buffer, sizeof buffer, pipe)) outcome.output += buffer;
@@ -88,7 +87,6 @@ Fault draw_fault(const std::string& kind) {
   fault.victim = draw(0, fault.ranks - 1);
   fault.step = draw(0, 8);
   fault.elements = std::vector<int64_t>{1, 500, 3000, 200'000}[static_cast<size_t>(draw(0, 3))];
-  fault.in_pool = draw(0, 1) == 1;
   return fault;
 }
 
@@ -117,8 +115,8 @@ Expected expected(const Fault& f) {
 }
 
 void expect_clean_ending(const Fault& f) {
-  SCOPED_TRACE(fmt::format("{} in {} of {} elements{}, rank {} of {}, step {}", f.kind, f.op, f.elements,
-                           f.in_pool ? " in the pool" : "", f.victim, f.ranks, f.step));
+  SCOPED_TRACE(
+      fmt::format("{} in {} of {} elements, rank {} of {}, step {}", f.kind, f.op, f.elements, f.victim, f.ranks, f.step));
   const Outcome outcome = run(f);
   const Expected e = expected(f);
   double slowest_s = 0;
@@ -194,52 +192,34 @@ TEST(MpiFaults, sums_that_are_finished_in_two_ways_disagree) {
 }
 
 TEST(MpiFaults, without_a_fault_every_rank_ends_well) {
-  for (const bool in_pool : {false, true})
-    for (const char* op : {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier"}) {
-      const Outcome outcome = run({.kind = "none", .op = op, .ranks = 3, .step = 5, .elements = 5000, .in_pool = in_pool});
-      EXPECT_EQ(outcome.ranks.size(), 3u) << outcome.output;
-      for (const auto& [rank, ending] : outcome.ranks) EXPECT_EQ(ending.kind, "well") << outcome.output;
-    }
-}
-
-// Others may have begun to read what the rank gave.
-TEST(MpiFaults, a_rank_that_dies_while_others_read_its_memory_ends_them) {
-  for (const char* op : {"all_gather", "reduce_scatter", "all_reduce", "all_to_all"})
-    expect_clean_ending(
-        {.kind = "kill_midway", .op = op, .ranks = 3, .victim = 1, .step = 2, .elements = 200'000, .in_pool = true});
+  for (const char* op : {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier"}) {
+    const Outcome outcome = run({.kind = "none", .op = op, .ranks = 3, .step = 5, .elements = 5000});
+    EXPECT_EQ(outcome.ranks.size(), 3u) << outcome.output;
+    for (const auto& [rank, ending] : outcome.ranks) EXPECT_EQ(ending.kind, "well") << outcome.output;
+  }
 }
 
 TEST(MpiFaults, ranks_that_agree_end_a_call_in_which_another_one_fails) {
   for (const char* kind : {"throw", "dtype", "size"})
-    for (const char* op : {"all_gather", "reduce_scatter", "all_reduce"})
-      expect_clean_ending({.kind = kind, .op = op, .ranks = 4, .victim = 2, .step = 2, .elements = 200'000, .in_pool = true});
+    for (const char* op : {"all_gather", "reduce_scatter", "all_reduce", "finite_all_reduce"})
+      expect_clean_ending({.kind = kind, .op = op, .ranks = 4, .victim = 2, .step = 2, .elements = 200'000});
 }
 
 TEST(MpiFaults, a_send_that_does_not_fit_its_receive_names_both) {
-  for (const bool in_pool : {false, true})
-    for (const int64_t elements : {3, 200'000})
-      for (const int64_t victim : {0, 1})
-        expect_misfit_named({.kind = elements == 3 ? victim == 0 ? "size" : "dtype"
-                                     : victim == 0 ? "dtype"
-                                                   : "size",
-                             .op = "send",
-                             .victim = victim,
-                             .step = 1,
-                             .elements = elements,
-                             .in_pool = in_pool});
+  for (const int64_t elements : {3, 200'000})
+    for (const int64_t victim : {0, 1})
+      expect_misfit_named({.kind = (elements == 3) == (victim == 0) ? "size" : "dtype",
+                           .op = "send",
+                           .victim = victim,
+                           .step = 1,
+                           .elements = elements});
 }
 
 TEST(MpiFaults, a_rank_that_fails_while_its_call_is_under_way_ends_the_others) {
-  for (const bool in_pool : {false, true})
-    for (const char* op : {"send", "all_gather", "reduce_scatter"})
-      for (const int64_t victim : {0, 1})
-        expect_clean_ending({.kind = "throw_midway",
-                             .op = op,
-                             .ranks = 2,
-                             .victim = victim,
-                             .step = 2,
-                             .elements = 200'000,
-                             .in_pool = in_pool});
+  for (const char* op : {"send", "all_gather", "reduce_scatter"})
+    for (const int64_t victim : {0, 1})
+      expect_clean_ending(
+          {.kind = "throw_midway", .op = op, .ranks = 2, .victim = victim, .step = 2, .elements = 200'000});
 }
 
 TEST(MpiFaults, a_receive_of_a_rank_that_has_failed_takes_nothing_that_is_sent_later) {

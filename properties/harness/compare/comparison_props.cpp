@@ -28,7 +28,7 @@ struct Both {
   Case c;
   golden::Run run = make_run(c);
   golden::Trace golden = golden::train(run), truth = golden::train(run, at::kDouble);
-  std::vector<std::vector<RankStep>> sharded = run_sharded(c, run);
+  std::vector<std::vector<RankStep>> sharded = run_sharded({c, run});
   double ratio_max = 0;
 
   explicit Both(Case a_case) : c(std::move(a_case)) {}
@@ -276,10 +276,10 @@ TEST(Tolerance, what_is_not_finite_is_never_near) {
     Both both(Case::parse("mlp(widths=9-7-8) mesh(dp_shard=2) zero3 sgd(lr=0.1) fast seed=4 : step"));
     values(both.sharded[0][1].parameters[0])[0] = bad;
     EXPECT_TRUE(both.tolerance(0).has_value());
-    both.sharded = run_sharded(both.c, both.run);
+    both.sharded = run_sharded({both.c, both.run});
     both.sharded[0][0].losses[0] = bad;
     EXPECT_TRUE(both.tolerance(0).has_value());
-    both.sharded = run_sharded(both.c, both.run);
+    both.sharded = run_sharded({both.c, both.run});
     both.truth[0].gradients[0].second.view({-1})[0] = bad;
     EXPECT_TRUE(both.tolerance(0).has_value());
   }

@@ -199,6 +199,16 @@ TEST(Plan, calls_and_bytes_are_exactly_those_that_ranks_of_threads_make) {
   }
 }
 
+TEST(Plan, an_exchange_of_a_ring_goes_to_one_rank) {
+  const StepRecord record = dry_run(dry_of({kLlama, "dp_shard=1,cp=3", "zero3"})).record;
+  int64_t exchanges = 0;
+  for (const Collective& what : record.collectives) {
+    EXPECT_EQ(what.to_one, what.op == Op::all_to_all);
+    exchanges += what.to_one;
+  }
+  EXPECT_GT(exchanges, 0);
+}
+
 TEST(Plan, memory_is_exactly_what_the_ledgers_of_ranks_of_threads_measure) {
   for (const Planned& planned : all_planned()) {
     DryRun run = dry_of(planned);

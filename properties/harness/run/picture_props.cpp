@@ -46,7 +46,7 @@ TEST(Picture, draws_the_elements_that_ranks_hold_and_no_others) {
     const auto last = static_cast<int64_t>(c.steps.size()) - 1;
     const nlohmann::json picture = to_json(picture_of(c, last));
     EXPECT_EQ(picture["step"], last);
-    const Steps steps = run_sharded(c, make_run(c));
+    const Steps steps = run_sharded({c, make_run(c)});
     for (size_t rank = 0; rank < steps.back().size(); ++rank) {
       const RankStep& step = steps.back()[rank];
       EXPECT_EQ(drawn(picture, "parameter", rank), held(step.parameters)) << text << ", rank " << rank;

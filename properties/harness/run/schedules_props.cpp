@@ -38,7 +38,7 @@ constexpr const char* kBusy =
 
 std::string trace(const Case& c, const Interleaving& schedule) {
   const auto policy = std::make_shared<RecordedPolicy>(make_policy(schedule), /*with_text=*/true);
-  run_sharded(c, make_run(c), 1, policy);
+  run_sharded({c, make_run(c), on_threads(policy)});
   return policy->text();
 }
 

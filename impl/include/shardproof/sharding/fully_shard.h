@@ -133,9 +133,10 @@ class Sharded {
   std::vector<Piece> gradients() const;
   // What every rank holds between steps, by the parameter's name; of a tied one, by its first name. Not collective.
   std::map<std::string, ParameterPlacement> placements() const;
-  // Call it before you write to main parameters, averages or the optimizer's state yourself. It waits until a save that is
-  // copying them (ManagerOptions::copy_in_background) has done so. Throws Error, which begins with `who`, while averages are in
-  // the place of the parameters, because what you write would change those. Not collective.
+  // Call it before you write to main parameters, averages or the optimizer's state yourself. It waits until nothing reads them
+  // any more: a save that is copying them (ManagerOptions::copy_in_background), or with Gather::side_by_side the other ranks.
+  // Throws Error, which begins with `who`, while averages are in the place of the parameters, because what you write would
+  // change those. Collective over the mesh with Gather::side_by_side; otherwise it does not communicate.
   void main_parameters_will_change(const char* who = "main_parameters_will_change");
   // Brings the parameters up to date after main parameters were written to, e.g. from a checkpoint. Collective over the mesh.
   void main_parameters_changed();

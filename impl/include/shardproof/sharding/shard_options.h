@@ -93,8 +93,7 @@ enum class Buffers {
 enum class Gather {
   copied,       // an all-gather copies them into a buffer of the rank
   side_by_side  // the shards of all ranks lie beside each other in memory that the ranks share (Comm::shared_memory), so that
-                // nothing is copied and nothing freed. The optimizer's step then waits for the other ranks. Before a program
-                // writes main parameters by hand it needs a barrier.
+                // nothing is copied and nothing freed. An update then waits for the other ranks.
 };
 
 // When parameters that ranks update for each other must have arrived on all of them: those that the strategy keeps on more

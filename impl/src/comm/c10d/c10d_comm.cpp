@@ -363,19 +363,25 @@ Work C10dComm::message(const Call& call) {
 // The highest number of a group that this process has been in. No two groups that share a rank may have one number, so ranks
 // that split a group take the next that none of them has used.
 std::atomic<int64_t> groups{0};
+// The same of groups that C10dOptions::make_group made. They have tags of their own, and share them only where it gave one
+// process group twice. So their numbers may begin again.
+std::atomic<int64_t> groups_made{0};
 
 std::shared_ptr<Comm> C10dComm::split(int64_t color, int64_t key, std::string name) {
   const std::vector<int64_t> colors_and_keys = tell_colors(*this, color, key);
-  at::Tensor next = at::full({1}, groups.load() + 1, at::kLong);
+  std::atomic<int64_t>& last = options_.make_group ? groups_made : groups;
+  at::Tensor next = at::full({1}, last.load() + 1, at::kLong);
   all_reduce(next, Reduce::max).wait();
   const int64_t number = next.item<int64_t>();
   const std::vector<int64_t> mine(members_.begin(), members_.end());
   const SplitGroup made = split_group(colors_and_keys, rank(), mine, 0, static_cast<uint64_t>(number));
   if (made.color < 0) return nullptr;
-  groups = number;
-  SHARD_REQUIRE(number < kGroupsMax, "c10d", "split of '{}': a process group has at most {} groups in its life; reuse them",
-                name_, kGroupsMax);
   const std::vector<int> members(made.world_ranks.begin(), made.world_ranks.end());
+  if (members.size() > 1) last = number;
+  SHARD_REQUIRE(options_.make_group || members.size() == 1 || number < kGroupsMax, "c10d",
+                "split of '{}': at most {} groups in the life of a process share the tags of a process group; reuse them, or "
+                "give C10dOptions::make_group (in Python make_groups=True)",
+                name_, kGroupsMax);
   SHARD_REQUIRE(size() == 1 || options_.make_group || !orders_streams_, "c10d",
                 "split of '{}': the process group has a backend without tags ({}), so ranks along '{}' cannot send messages "
                 "through it. Give C10dOptions::make_group; in Python leave make_groups out, or give make_groups=True",
@@ -396,7 +402,7 @@ std::shared_ptr<Comm> C10dComm::split(int64_t color, int64_t key, std::string na
     for (const int r : ranks) outside.push_back(members[static_cast<size_t>(r)]);
     return make(outside, of);
   };
-  return std::make_shared<C10dComm>(group, std::move(inside), true, number, std::move(options), std::move(name));
+  return std::make_shared<C10dComm>(group, std::move(inside), true, number % kGroupsMax, std::move(options), std::move(name));
 }
 
 }  // namespace

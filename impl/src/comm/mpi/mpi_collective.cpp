@@ -16,7 +16,7 @@ namespace {
 // Terms of a sum come in chunks that are added up while they are in the cache.
 constexpr int64_t kSumChunkBytes = 512 << 10;
 constexpr int64_t kSlots = 2;
-// How many bytes a look copies and adds, since the engine's other callers wait for its end.
+// How many bytes a look adds, since the engine's other callers wait for its end.
 constexpr int64_t kBytesAtOnce = 8 << 20;
 
 int64_t element_bytes(const Call& call) {
@@ -65,9 +65,8 @@ void Collective::open_sides() {
 
 void Collective::copy_own() {
   const Side& own = side_of(group_->rank());
-  if (plan_.sums() || own.recv_data == own.send_data) return;
-  int64_t budget = own.recv_bytes;
-  Read(own.recv_data, own.send_data, own.recv_bytes).advance(budget);
+  if (!plan_.sums() && own.recv_data != own.send_data && own.recv_bytes > 0)
+    std::memcpy(own.recv_data, own.send_data, static_cast<size_t>(own.recv_bytes));
 }
 
 void Collective::post_headers() {
@@ -85,13 +84,8 @@ Header Collective::announce(int64_t peer) {
   announced.factor = finish_.factor;
   // Where every rank adds up everything, it knows by itself whether all is finite.
   announced.asks_finite = finish_.asks_finite && (call.op != Op::all_reduce || sliced_);
-  if (is_eager(side.send_bytes))
-    announced.body_bytes = side.send_bytes;
-  else
-    announced.place = side.place = group_->place_for(peer, side.send_data);
-  // In an all-reduce in slices `taken` also says where the peer's slice of the sum lies.
-  announced.wants_taken = announced.asks_finite || announced.is_placed() || (sliced_ && group_->reads(peer));
-  side.awaits_taken = announced.wants_taken;
+  if (is_eager(side.send_bytes)) announced.body_bytes = side.send_bytes;
+  side.awaits_finite = announced.asks_finite;
   return announced;
 }
 
@@ -130,9 +124,9 @@ void Collective::match_header(int64_t peer) {
 
 void Collective::start_side(int64_t peer, Message message) {
   Side& side = side_of(peer);
-  side.owes_taken = message.header.wants_taken;
+  side.owes_finite = message.header.asks_finite;
   finish_.asks_finite |= message.header.asks_finite;
-  if (!is_eager(side.send_bytes) && side.place < 0)
+  if (!is_eager(side.send_bytes))
     side.out = Flow(group_->comm(), peer, data_tag(sequence, 0), Flow::Way::out, side.send_data, side.send_bytes, chunk_bytes_);
   start_input(peer, std::move(message));
 }
@@ -141,13 +135,7 @@ void Collective::start_input(int64_t peer, Message message) {
   Side& side = side_of(peer);
   const bool is_small = is_eager(side.recv_bytes);
   const int tag = data_tag(sequence, 0);
-  if (message.header.is_placed()) {
-    const std::byte* const data = group_->read_at(peer, message.header.place, side.recv_bytes);
-    if (plan_.sums())
-      side.placed = data;
-    else
-      side.read = Read(side.recv_data, data, side.recv_bytes);
-  } else if (is_small && plan_.sums()) {
+  if (is_small && plan_.sums()) {
     side.body = std::move(message.body);
   } else if (is_small) {
     if (side.recv_bytes > 0) std::memcpy(side.recv_data, message.body.data(), message.body.size());
@@ -171,8 +159,6 @@ void Collective::add_chunk(int64_t chunk) {
     const Side& side = side_of(rank);
     if (rank == group_->rank())
       terms.push_back(own_term_ + begin);
-    else if (side.placed)
-      terms.push_back(side.placed + begin);
     else
       terms.push_back(is_eager(sum_bytes_) ? side.body.data() : side.in.at(chunk));
   }
@@ -182,7 +168,7 @@ void Collective::add_chunk(int64_t chunk) {
 
 bool Collective::is_there(int64_t rank, int64_t chunk) const {
   const Side& side = side_of(rank);
-  return rank == group_->rank() || is_eager(sum_bytes_) || side.placed || side.in.chunks_through() > chunk;
+  return rank == group_->rank() || is_eager(sum_bytes_) || side.in.chunks_through() > chunk;
 }
 
 void Collective::add_up() {
@@ -202,20 +188,15 @@ void Collective::add_up() {
 }
 
 // The second half of an all-reduce in slices. A peer's slice of the sum arrives where the terms for that peer lay, so those
-// must have been sent or read.
-bool Collective::exchange_sums(int64_t& budget) {
+// must have been sent.
+bool Collective::exchange_sums() {
   bool through = true;
   for (int64_t k = 1; k < group_->size(); ++k) {
     const int64_t peer = (group_->rank() + k) % group_->size();
     Side& side = side_of(peer);
     if (!side.sums_open && side.is_idle() && is_added()) open_sums(peer);
-    if (side.sums_open) {
-      side.out_sum.advance();
-      side.in_sum.advance();
-      if (!side.read_sum.done() && side.read_sum.advance(budget))
-        group_->post(peer, {.kind = Kind::sum_taken, .sequence = sequence});
-      if (side.awaits_sum_taken) side.awaits_sum_taken = !group_->match_answer(peer, Kind::sum_taken, sequence);
-    }
+    side.out_sum.advance();
+    side.in_sum.advance();
     through &= side.sums_idle();
   }
   return through;
@@ -226,41 +207,30 @@ void Collective::open_sums(int64_t peer) {
   const Bytes to_receive = bytes_of(call.output, plan_.recv_sum_range(peer));
   const int tag = data_tag(sequence, 1);
   side.sums_open = true;
-  if (side.sum_place >= 0)
-    side.awaits_sum_taken = sum_bytes_ > 0;
-  else
-    side.out_sum = Flow(group_->comm(), peer, tag, Flow::Way::out, result_, sum_bytes_, kChunkBytes);
-  if (side.peer_sum_place >= 0)
-    side.read_sum = Read(to_receive.data, group_->read_at(peer, side.peer_sum_place, to_receive.count), to_receive.count);
-  else
-    side.in_sum = Flow(group_->comm(), peer, tag, Flow::Way::in, to_receive.data, to_receive.count, kChunkBytes);
+  side.out_sum = Flow(group_->comm(), peer, tag, Flow::Way::out, result_, sum_bytes_, kChunkBytes);
+  side.in_sum = Flow(group_->comm(), peer, tag, Flow::Way::in, to_receive.data, to_receive.count, kChunkBytes);
 }
 
-// A call that has failed takes nothing, and says `taken` all the same: the peers that agreed end it as well.
-void Collective::exchange_taken(int64_t peer) {
+// A call that has failed adds nothing, and tells all the same: the peers that agreed end it as well.
+void Collective::exchange_finite(int64_t peer) {
   Side& side = side_of(peer);
-  const bool has_taken = plan_.sums() ? is_added() : side.read.done();
-  if (side.owes_taken && (has_taken || !error_.empty())) {
-    side.owes_taken = false;
-    if (sliced_) side.sum_place = group_->place_for(peer, result_);
-    group_->post(peer, {.kind = Kind::taken, .sequence = sequence, .place = side.sum_place, .finite = all_finite_});
+  if (side.owes_finite && (is_added() || !error_.empty())) {
+    side.owes_finite = false;
+    group_->post(peer, {.kind = Kind::finite, .sequence = sequence, .finite = all_finite_});
   }
-  if (!side.awaits_taken) return;
-  if (const auto taken = group_->match_answer(peer, Kind::taken, sequence)) {
-    side.awaits_taken = false;
-    side.peer_sum_place = taken->place;
-    all_finite_ &= taken->finite;
+  if (!side.awaits_finite) return;
+  if (const auto told = group_->match_answer(peer, Kind::finite, sequence)) {
+    side.awaits_finite = false;
+    all_finite_ &= told->finite;
   }
 }
 
-bool Collective::advance_side(int64_t peer, int64_t& budget) {
+bool Collective::advance_side(int64_t peer) {
   Side& side = side_of(peer);
   if (side.match != Match::found) return side.match == Match::failed;
   side.out.advance();
   side.in.advance();
-  if (!error_.empty()) side.read = {};
-  side.read.advance(budget);
-  exchange_taken(peer);
+  exchange_finite(peer);
   return side.is_idle();
 }
 
@@ -270,12 +240,10 @@ bool Collective::advance() {
     if (side_of(peer).match == Match::pending) match_header(peer);
   if (plan_.sums() && all_matched()) add_up();
   bool through = true;
-  int64_t budget = kBytesAtOnce;
-  // Each rank begins with the one behind it, so that not all of them read the same memory at once.
-  for (int64_t k = 1; k < group_->size(); ++k) through &= advance_side((group_->rank() + k) % group_->size(), budget);
+  for (int64_t k = 1; k < group_->size(); ++k) through &= advance_side((group_->rank() + k) % group_->size());
   if (plan_.sums() && all_matched()) {
     through &= is_added();
-    if (sliced_) through = exchange_sums(budget) && through;
+    if (sliced_) through = exchange_sums() && through;
   }
   // The peers that agreed send all the same.
   if (!error_.empty())

@@ -1,12 +1,10 @@
-// A collective: a header to and from every other rank, then the data that both headers announce. Data of a rank on this host
-// that lie in shared memory are read there, and `taken` says that they have been; all other data are sent.
+// A collective: a header to and from every other rank, then the data that both headers announce.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include "comm/finished_sum.h"
 #include "comm/mpi/mpi_operation.h"
-#include "comm/mpi/mpi_read.h"
 #include "testing/comm/collective_plan.h"
 
 namespace shardproof::mpi {
@@ -25,21 +23,16 @@ class Collective final : public Operation {
     std::byte* send_data = nullptr;
     std::byte* recv_data = nullptr;  // null where what arrives is a term of a sum
     int64_t send_bytes = 0, recv_bytes = 0;
-    std::vector<std::byte> body;        // a small term of a sum, which came with the header
-    std::vector<std::byte> scratch;     // where chunks of a sum arrive
-    const std::byte* placed = nullptr;  // a term of a sum, where the peer has it
-    int64_t place = -1;                 // where the peer finds this rank's data (Header::place)
+    std::vector<std::byte> body;     // a small term of a sum, which came with the header
+    std::vector<std::byte> scratch;  // where chunks of a sum arrive
     Flow out, in;
-    Read read;
-    bool owes_taken = false, awaits_taken = false;
+    bool owes_finite = false, awaits_finite = false;
     // all_reduce in slices: this rank's slice of the sum, and the peer's.
-    bool sums_open = false, awaits_sum_taken = false;
-    int64_t sum_place = -1, peer_sum_place = -1;
+    bool sums_open = false;
     Flow out_sum, in_sum;
-    Read read_sum;
 
-    bool is_idle() const { return out.done() && in.done() && read.done() && !owes_taken && !awaits_taken; }
-    bool sums_idle() const { return sums_open && out_sum.done() && in_sum.done() && read_sum.done() && !awaits_sum_taken; }
+    bool is_idle() const { return out.done() && in.done() && !owes_finite && !awaits_finite; }
+    bool sums_idle() const { return sums_open && out_sum.done() && in_sum.done(); }
   };
 
   // Where elements lie in memory.
@@ -58,15 +51,15 @@ class Collective final : public Operation {
   std::string find_mismatch(int64_t peer, const Header& theirs) const;
   void start_side(int64_t peer, Message message);
   void start_input(int64_t peer, Message message);
-  bool advance_side(int64_t peer, int64_t& budget);
-  void exchange_taken(int64_t peer);
+  bool advance_side(int64_t peer);
+  void exchange_finite(int64_t peer);
   // Adds chunks of which all terms are there, but only a few at once, since the caller holds the engine's lock.
   void add_up();
   void add_chunk(int64_t chunk);
   bool is_there(int64_t rank, int64_t chunk) const;
   bool all_matched() const;
   bool is_added() const { return chunks_added_ == chunks_; }
-  bool exchange_sums(int64_t& budget);
+  bool exchange_sums();
   void open_sums(int64_t peer);
 
   const int64_t element_bytes_;

@@ -42,7 +42,6 @@ Engine::Engine(const MpiOptions& options) : options_(options) {
   MPI_Comm host = MPI_COMM_NULL, own = MPI_COMM_NULL;
   check_mpi(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &host), "MPI_Comm_split_type");
   MPI_Comm_size(host, &local);
-  neighbours_ = find_neighbours(host, options_.direct_reads);
   MPI_Comm_free(&host);
   crowded_ = local >= static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   calls_ = std::make_unique<process::Calls>(rank, size, options_.flight_calls_max);
@@ -61,7 +60,7 @@ Engine::Engine(const MpiOptions& options) : options_(options) {
   check_mpi(MPI_Comm_dup(MPI_COMM_WORLD, &own), "MPI_Comm_dup");
   std::vector<int64_t> everyone(static_cast<size_t>(size));
   for (int64_t r = 0; r < size; ++r) everyone[static_cast<size_t>(r)] = r;
-  world_ = std::make_shared<Group>(own, "world", everyone, 0, neighbours_);
+  world_ = std::make_shared<Group>(own, "world", everyone, 0);
   background_ = std::thread([this] { run_in_background(); });
 }
 
@@ -121,8 +120,8 @@ std::shared_ptr<Operation> Engine::start(const std::shared_ptr<Group>& group, Ca
   return operation;
 }
 
-// Under the lock. When MPI fails, or the memory of another rank cannot be read, nothing more is advanced: it may be half done.
-// The world ends for all ranks, since others would wait for this one.
+// Under the lock. When MPI fails, nothing more is advanced: it may be half done. The world ends for all ranks, since others
+// would wait for this one.
 void Engine::progress() {
   if (is_broken_) return;
   try {
@@ -246,7 +245,7 @@ std::shared_ptr<Group> Engine::split(Group& parent, int64_t color, int64_t key, 
   check_mpi(MPI_Comm_split(parent.comm(), color < 0 ? MPI_UNDEFINED : static_cast<int>(color), static_cast<int>(key), &made),
             "MPI_Comm_split");
   if (made == MPI_COMM_NULL) return nullptr;
-  auto group = std::make_shared<Group>(made, name, std::move(world_ranks), id, neighbours_);
+  auto group = std::make_shared<Group>(made, name, std::move(world_ranks), id);
   groups_.push_back(group);
   return group;
 }

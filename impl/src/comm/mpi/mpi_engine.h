@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "comm/mpi/mpi_group.h"
-#include "comm/mpi/mpi_neighbours.h"
 #include "comm/mpi/mpi_operation.h"
 #include "comm/process/engine.h"
 #include "comm/process/process_watch.h"
@@ -67,7 +66,6 @@ class Engine {
 
   const MpiOptions options_;
   std::mutex mutex_;  // MPI and what follows
-  Neighbours neighbours_;
   std::shared_ptr<Group> world_;
   std::vector<std::shared_ptr<Group>> groups_;  // but the world
   std::list<std::shared_ptr<Operation>> pending_;

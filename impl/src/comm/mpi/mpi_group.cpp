@@ -6,7 +6,7 @@
 
 namespace shardproof::mpi {
 
-Group::Group(MPI_Comm comm, std::string name, std::vector<int64_t> world_ranks, uint64_t id, const Neighbours& neighbours)
+Group::Group(MPI_Comm comm, std::string name, std::vector<int64_t> world_ranks, uint64_t id)
     : comm_(comm),
       name_(std::move(name)),
       world_ranks_(std::move(world_ranks)),
@@ -18,11 +18,8 @@ Group::Group(MPI_Comm comm, std::string name, std::vector<int64_t> world_ranks, 
   check_mpi(MPI_Comm_rank(comm_, &rank), "MPI_Comm_rank");
   check_mpi(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
   rank_ = rank;
-  for (int64_t peer = 0; peer < size(); ++peer) {
+  for (int64_t peer = 0; peer < size(); ++peer)
     if (peer != rank_) post_recv(peer);
-    const auto neighbour = neighbours.find(world_ranks_[static_cast<size_t>(peer)]);
-    if (neighbour != neighbours.end()) peers_[peer].memory = neighbour->second;
-  }
 }
 
 void Group::post_recv(int64_t peer) {
@@ -31,15 +28,6 @@ void Group::post_recv(int64_t peer) {
   check_mpi(MPI_Irecv(buffer.data(), static_cast<int>(buffer.size()), MPI_BYTE, static_cast<int>(peer), kHeaderTag, comm_,
                       &posted_recvs_[peer]),
             "MPI_Irecv");
-}
-
-int64_t Group::place_for(int64_t peer, const std::byte* data) const {
-  return reads(peer) ? offset_in_shared_pool(data) : -1;
-}
-
-const std::byte* Group::read_at(int64_t peer, int64_t place, int64_t bytes) const {
-  SHARD_CHECK(reads(peer), "mpi", "rank {} of '{}' says where its data lie, but cannot be read", peer, name_);
-  return peers_[peer].memory->at(place, bytes);
 }
 
 void Group::post(int64_t peer, Header header, const std::byte* body) {
@@ -93,8 +81,7 @@ void Group::enqueue(int64_t peer, Message message) {
       from.sends[message.header.tag].push_back(std::move(message));
       break;
     case Kind::accept:
-    case Kind::taken:
-    case Kind::sum_taken:
+    case Kind::finite:
       from.answers.emplace(std::pair(message.header.kind, message.header.sequence), message.header);
       break;
     case Kind::abandon:

@@ -13,7 +13,6 @@
 #include <utility>
 #include <vector>
 
-#include "comm/mpi/mpi_neighbours.h"
 #include "comm/mpi/mpi_wire.h"
 #include "testing/comm/flight_record.h"
 
@@ -22,7 +21,7 @@ namespace shardproof::mpi {
 class Group {
  public:
   // Takes the communicator over. `world_ranks`: of its ranks, in order. `id`: the same on all of them, and of no other group.
-  Group(MPI_Comm comm, std::string name, std::vector<int64_t> world_ranks, uint64_t id, const Neighbours& neighbours);
+  Group(MPI_Comm comm, std::string name, std::vector<int64_t> world_ranks, uint64_t id);
 
   MPI_Comm comm() const { return comm_; }
   int64_t rank() const { return rank_; }
@@ -31,12 +30,6 @@ class Group {
   const std::vector<int64_t>& world_ranks() const { return world_ranks_; }
   uint64_t id() const { return flight_->id; }
   const std::shared_ptr<const FlightGroup>& flight() const { return flight_; }
-  // Whether this rank and the peer can read each other's memory.
-  bool reads(int64_t peer) const { return peers_[peer].memory != nullptr; }
-  // Header::place of what lies here, for the peer.
-  int64_t place_for(int64_t peer, const std::byte* data) const;
-  // Where this rank finds so many bytes of the peer's at this Header::place.
-  const std::byte* read_at(int64_t peer, int64_t place, int64_t bytes) const;
 
   // Sends a message to the peer. Returns at once.
   void post(int64_t peer, Header header, const std::byte* body = nullptr);
@@ -46,7 +39,7 @@ class Group {
   // The next message of the peer that matches, if it has arrived. It leaves its queue.
   std::optional<Message> match_collective(int64_t peer, int64_t sequence);
   std::optional<Message> match_send(int64_t peer, int64_t tag);
-  // An answer to something that this rank has sent: accept, taken or sum_taken.
+  // An answer to something that this rank has sent: accept or finite.
   std::optional<Header> match_answer(int64_t peer, Kind kind, int64_t sequence);
   // The message by which the peer gave up its calls; null before it has come.
   const Message* abandoned(int64_t peer) const { return peers_[peer].abandoned ? &*peers_[peer].abandoned : nullptr; }
@@ -70,7 +63,6 @@ class Group {
     std::deque<Message> collectives;
     std::map<int64_t, std::deque<Message>> sends;  // by tag
     std::map<std::pair<Kind, int64_t>, Header> answers;  // by the number of what they answer
-    std::shared_ptr<process::PeerMemory> memory;
     std::optional<Message> abandoned;
     bool drained = false;
     int64_t next_send = 0;

@@ -25,10 +25,8 @@ Send::Send(std::shared_ptr<Group> group, Call given) : Operation(std::move(group
   sequence = group_->next_send(call.peer);
   Header announced = header(Kind::send);
   announced.send_bytes = static_cast<int64_t>(call.input.nbytes());
-  const bool travels = is_eager(announced.send_bytes) || call.peer == group_->rank();
-  if (travels) announced.body_bytes = announced.send_bytes;
-  if (!travels) announced.place = group_->place_for(call.peer, bytes_of(call.input));
-  is_sent_ = !travels && !announced.is_placed();
+  travels_ = is_eager(announced.send_bytes) || call.peer == group_->rank();
+  if (travels_) announced.body_bytes = announced.send_bytes;
   group_->post(call.peer, announced, bytes_of(call.input));
 }
 
@@ -36,7 +34,7 @@ bool Send::advance() {
   if (!accepted_ && error_.empty()) {
     if (const auto answer = group_->match_answer(call.peer, Kind::accept, sequence)) {
       accepted_ = true;
-      if (is_sent_)
+      if (!travels_)
         flow_ = Flow(group_->comm(), call.peer, send_data_tag(sequence), Flow::Way::out, bytes_of(call.input),
                      static_cast<int64_t>(call.input.nbytes()), kChunkBytes);
       if (answer->numel != numel(call) || answer->dtype != header(Kind::send).dtype)
@@ -74,17 +72,14 @@ void Recv::match_header(const Message& sent) {
     fail(fmt::format("ranks disagree: {} meets a {} of rank {}", title(), describe_send(sent.header),
                      group_->world_ranks()[static_cast<size_t>(call.peer)]),
          false);
-    if (!sent.header.is_placed()) discarded_.resize(static_cast<size_t>(bytes));
+    discarded_.resize(static_cast<size_t>(bytes));
     target = discarded_.data();
   }
-  owes_accept_ = sent.header.is_placed();
-  if (!owes_accept_) group_->post(call.peer, header(Kind::accept));
+  group_->post(call.peer, header(Kind::accept));
   if (sent.header.body_bytes > 0)
     std::memcpy(target, sent.body.data(), sent.body.size());
-  else if (!owes_accept_)
+  else
     flow_ = Flow(group_->comm(), call.peer, send_data_tag(sequence), Flow::Way::in, target, bytes, kChunkBytes);
-  else if (fits)
-    read_ = Read(target, group_->read_at(call.peer, sent.header.place, bytes), bytes);
 }
 
 bool Recv::advance() {
@@ -98,9 +93,7 @@ bool Recv::advance() {
       fail_abandoned(call.peer, *last);
   }
   if (!matched_) return !error_.empty();
-  int64_t budget = kChunkBytes;
-  if (!read_.advance(budget) || !flow_.advance()) return false;
-  if (std::exchange(owes_accept_, false)) group_->post(call.peer, header(Kind::accept));
+  if (!flow_.advance()) return false;
   done_ = error_.empty();
   return true;
 }

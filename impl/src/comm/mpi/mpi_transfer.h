@@ -2,7 +2,6 @@
 #pragma once
 
 #include "comm/mpi/mpi_operation.h"
-#include "comm/mpi/mpi_read.h"
 
 namespace shardproof::mpi {
 
@@ -14,7 +13,7 @@ class Send final : public Operation {
 
  private:
   bool accepted_ = false;
-  bool is_sent_ = false;  // by MPI, once the receive was called
+  bool travels_ = false;  // with its header
   Flow flow_;
 };
 
@@ -28,9 +27,7 @@ class Recv final : public Operation {
   void match_header(const Message& sent);
 
   bool matched_ = false;
-  bool owes_accept_ = false;  // once it has read what lies in the sender's memory
   Flow flow_;
-  Read read_;
   std::vector<std::byte> discarded_;  // what a mismatched send carries
 };
 

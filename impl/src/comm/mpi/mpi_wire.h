@@ -17,9 +17,8 @@ namespace shardproof::mpi {
 enum class Kind : int32_t {
   collective,  // "I make this call": the k-th of each rank matches the k-th of every other
   send,        // "this is for your recv with that tag"
-  accept,      // "my recv was called": answers a send. "And I have read the data", where these lie in shared memory
-  taken,       // "I need what you gave me in that collective no more", where `collective` wants it
-  sum_taken,   // "I have read your sum": answers a `taken` that says where a sum lies
+  accept,      // "my recv was called": answers a send
+  finite,      // "whether my part of that sum is finite": answers a `collective` that asks
   abandon,     // "I make no more calls in this group, because of ...": the body threw
   drained,     // after abandon: "nothing of mine is on its way any more"
 };
@@ -35,17 +34,11 @@ struct Header {
   int64_t tag = 0;               // send
   int64_t send_bytes = 0, recv_bytes = 0;  // to, and from, the rank that gets this header
   int64_t body_bytes = 0;        // that follow: the data itself where it is small, the text of abandon
-  // Where the data lie in the memory that the sender of this header shares, as bytes from its start; -1: they are sent. Of
-  // `taken` in an all-reduce in slices: the same of the sender's slice of the sum.
-  int64_t place = -1;
   double factor = 1;         // Finish::factor
   uint64_t purpose_hash = 0;
   std::array<char, 96> purpose = {};  // of `collective`: the beginning of what it is for (CallLabel)
-  bool wants_taken = false;  // the sender's call is not done before it has got `taken`
-  bool asks_finite = false;  // and `taken` shall say whether the sum of who sends it is finite
-  bool finite = true;        // of `taken`
-
-  bool is_placed() const { return place >= 0; }
+  bool asks_finite = false;  // the sender's call is not done before it has got `finite`
+  bool finite = true;        // of `finite`
 };
 
 struct Message {
@@ -59,7 +52,7 @@ constexpr int64_t kBodyBytesMax = 3728;
 constexpr bool is_eager(int64_t bytes) {
   return bytes <= kBodyBytesMax;
 }
-// Data of other sizes are sent, or read, in chunks of this size, but for terms of sums.
+// Data of other sizes are sent in chunks of this size, but for terms of sums.
 constexpr int64_t kChunkBytes = 8 << 20;
 constexpr int64_t kMessageBytesMax = static_cast<int64_t>(sizeof(Header)) + kBodyBytesMax;
 

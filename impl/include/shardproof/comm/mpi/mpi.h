@@ -21,13 +21,6 @@ struct MpiOptions {
   // When something ends the world, each rank writes its last calls to rank_N.jsonl in this directory. Empty: it writes none.
   std::string flight_directory = {};
   int64_t flight_calls_max = 256;
-  // Ranks on one host read each other's tensors where they lie, if all ranks of the host set this and can map each other's
-  // memory, which each tries when the world is made. It concerns tensors in memory that the host pool (device/host_pool.h) uses
-  // for the first time from then on. A rank's memory for them has room for as much as the host has, or its share of twice that
-  // among many ranks. All other tensors are sent: those of less than 64 KiB, which are not in the pool, and those of ranks on
-  // other hosts. Parts of up to 3,840 bytes travel with the message that announces them. Mapping takes addresses, and no
-  // memory.
-  bool direct_reads = true;
 };
 
 // Whether this library was built with MPI. Without MPI the constructor of MpiWorld throws Error.
