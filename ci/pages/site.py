@@ -1,9 +1,12 @@
-"""Hooks of the site's generator (mkdocs.yml): they add the pages that lie elsewhere in the tree, and the reference.
+"""Hooks of the site's generator (mkdocs.yml): they add the pages that lie elsewhere in the tree, the reference, and the tables
+of ci/periphery.
 
 README.md is the first page. Links between documents are written as they lie in the tree, so that they also work where the tree
 is read, and are turned into links between pages here.
 """
 import ast
+import importlib.machinery
+import importlib.util
 import os
 import posixpath
 import re
@@ -19,7 +22,8 @@ from pages import blocks, reference  # noqa: E402
 
 # Documents outside of docs/, and the pages that they become.
 OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md",
-           "LICENSE": "LICENSE.md"}
+           "LICENSE": "LICENSE.md", "harness/faults/README.md": "catalogue.md",
+           "ci/lib/zoo/models.md": "zoo_models.md"}
 LINK = re.compile(r"(\]\()([^)#:\s]+)((?:#[^)]*)?\))")
 
 
@@ -44,6 +48,13 @@ def document_of(page):
     return next((path for path, target in OUTSIDE.items() if target == page), "docs/" + page)
 
 
+def periphery_tables():
+    loader = importlib.machinery.SourceFileLoader("periphery", os.path.join(ROOT, "ci", "periphery"))
+    script = importlib.util.module_from_spec(importlib.util.spec_from_loader("periphery", loader))
+    loader.exec_module(script)
+    return script.tables(script.judge(ROOT)[1])
+
+
 def on_config(config):
     order = list(reference.pages(ROOT, rooms()))
     names = {path: os.path.basename(path)[:-len(".md")] for path in order}
@@ -66,6 +77,8 @@ def on_page_markdown(markdown, page, config, files):
     source = page.file.src_uri
     if source.startswith("reference/"):
         return markdown
+    if source == "periphery.md":
+        markdown += "\n" + periphery_tables()
     folder = posixpath.dirname(document_of(source))
 
     def relinked(match):

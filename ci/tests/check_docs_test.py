@@ -64,6 +64,12 @@ class CheckDocs(unittest.TestCase):
     def test_a_program_that_no_list_makes_is_found(self):
         self.expect("Run build/giant --help", "no CMake list makes build/giant")
 
+    def test_a_line_of_text_with_more_than_120_columns_is_found(self):
+        self.expect("words " * 20 + "x", "the line has 121 columns, and 120 is the limit")
+        wide = ["words " * 19 + "words", "| " + "words " * 21 + "|", "x" * 121, "```text\n" + "words " * 21 + "\n```"]
+        for text in wide:
+            self.assertEqual(self.found({"docs/page.md": text + "\n"}), [], text)
+
     def test_a_page_that_the_contents_of_the_site_lack_is_found(self):
         site = "not_in_nav: |\n  findings/*.md\nnav:\n  - Start: index.md\n  - Use:\n      - The algebra: layout.md\n"
         self.assertEqual(self.found({"mkdocs.yml": site}), [])

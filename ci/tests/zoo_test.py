@@ -127,10 +127,10 @@ class Zoo(ScratchCase):
         _, written = self.run_toys("right", "impossible", arguments=("--again", "not buildable"), known=zoo.read(path))
         self.assertEqual([row["model"] for row in written], ["impossible"])
 
-    def test_the_page_has_every_model_once_under_its_verdict(self):
+    def test_the_page_and_the_list_have_every_model_once_under_its_verdict(self):
         rows = {("torch", f"nn.{name}"): {"verdict": verdict, "values": 7, "detail": "12 parameters", "about": {}}
                 for name, verdict in [*KINDS.items(), *STOPPED.items()]}
-        text = zoo.page(rows, {("torch", "nn.wrong"): ("WRONG", "a reason")})
+        text = zoo.page(rows, {("torch", "nn.wrong"): ("WRONG", "a reason")}) + zoo.models(rows)
         for name in [*KINDS, *STOPPED]:
             self.assertEqual(text.count(f"nn.{name}"), 1, name)
         self.assertIn("- nn.wrong: a reason", text)

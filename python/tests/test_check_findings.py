@@ -12,8 +12,9 @@ import pytest
 import shardproof.check as check
 from shardproof.check.engines import with_known
 
-FINDINGS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "findings"
-PAGES = sorted(FINDINGS.glob("[0-9]*.md"))
+TREE = pathlib.Path(__file__).resolve().parents[2]
+PAGES = sorted((TREE / "docs" / "findings").glob("[0-9]*.md"))
+SCRIPTS = sorted((TREE / "examples" / "findings").glob("[0-9]*.py"))
 LINE = re.compile(r"python -m shardproof\.check --engine (\S+) --all --replay '([^']*)'")
 LINES = [(page.stem, *found) for page in PAGES for found in LINE.findall(page.read_text())]
 # What the engine says in each finding that has a line; "": it says nothing, and values differ.
@@ -32,11 +33,11 @@ SAID = {
 
 
 def test_each_page_has_a_script_and_those_that_a_check_found_have_a_line():
-    assert PAGES and [page.stem for page in PAGES] == [script.stem for script in sorted(FINDINGS.glob("[0-9]*.py"))]
+    assert PAGES and [page.stem for page in PAGES] == [script.stem for script in SCRIPTS]
     assert sorted(page for page, _, _ in LINES) == sorted(SAID)
 
 
-@pytest.mark.parametrize("script", sorted(FINDINGS.glob("[0-9]*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_finding_holds_as_a_plain_script(script):
     assert "shardproof" not in script.read_text()
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)

@@ -22,7 +22,7 @@ import warnings
 from typing import Any, Iterator
 
 from .children import run_all
-from .page import page
+from .page import models, page
 
 PARTS = ("torch", "transformers", "timm")
 BAD = ("WRONG", "unclear error", "hang", "crash")
@@ -46,6 +46,7 @@ def parsed(arguments: "list[str]") -> argparse.Namespace:
     option("--json", metavar="FILE", help="add a line for each model; models that it has are not run again")
     option("--again", metavar="VERDICT", action="append", default=[], help="run models with this verdict in --json again")
     option("--markdown", metavar="FILE", help="write the table of all results")
+    option("--models", metavar="FILE", help="write the names of the models by their verdicts")
     option("--list", action="store_true", help="print the names of the models")
     options = parser.parse_args(arguments)
     if options.sample is not None and options.sample < 1 or options.cases < 1 or options.at_once < 1:
@@ -190,6 +191,9 @@ def main(arguments: "list[str]") -> int:
     if options.markdown:
         with open(options.markdown, "w", encoding="utf-8") as file:
             file.write(page(found, expected_ones()))
+    if options.models:
+        with open(options.models, "w", encoding="utf-8") as file:
+            file.write(models(found))
     if not found:
         print("ci/zoo: no model has such a name; --list prints the names", file=sys.stderr)
         return 2
