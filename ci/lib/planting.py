@@ -63,6 +63,14 @@ def replicas_of(failure):
     return "found" if all(run["found"] == run["differ"] for run in different) else "missed"
 
 
+def apply(patch, tree, *more):
+    """Applies a unified diff, whose context must be there unchanged."""
+    code, output = run(["patch", "-p1", "--fuzz=0", "--batch", "--forward", "--no-backup-if-mismatch", "--reject-file=-",
+                        *more, "--input", os.path.abspath(patch)], tree)
+    if code != 0:
+        raise Trouble("does not apply: " + " / ".join(output.strip().splitlines()[:3]))
+
+
 class Scratch:
     """A copy of the tree with a build of its own, where each change rebuilds only what it touches."""
 
@@ -128,12 +136,6 @@ class Scratch:
         if code != 0:
             errors = [line for line in output.splitlines() if re.search(r"\berror\b|FAILED", line)]
             raise Trouble("does not build: " + (errors or output.splitlines() or ["no output"])[0][:300])
-
-    def apply(self, patch):
-        code, output = run(["patch", "-p1", "--fuzz=0", "--batch", "--forward", "--no-backup-if-mismatch",
-                            "--reject-file=-", "--input", os.path.abspath(patch)], self.tree)
-        if code != 0:
-            raise Trouble("does not apply: " + " / ".join(output.strip().splitlines()[:3]))
 
     def check(self, command):
         """Runs `verify ...` or `ctest ...`."""

@@ -76,6 +76,10 @@ def patch(fault_id, new, old="2", path="impl/value.txt", extra=""):
             f"--- a/{path}\n+++ b/{path}\n@@ -1 +1 @@\n-{old}\n+{new}\n")
 
 
+def bug(fault_id, new, old="2", path="impl/value.txt"):
+    return f"# id: {fault_id}\n# title: The value is {new}\n# from: nowhere\n# expect: a case\n@ {path}\n- {old}\n+ {new}\n"
+
+
 NO_CHANGE = "# id: NONE\n# title: Nothing\n# from: nowhere\n# expect: survives\n"
 
 # Bugs whose guess is right, wrong, wrong, not there; one that survives, and one that has no minimal case.
@@ -107,7 +111,8 @@ class Faults(unittest.TestCase):
     def run_faults(self, patches, *arguments, build="grep -v broken impl/value.txt > built.txt"):
         """Exit code, rows by id, and everything printed."""
         for number, text in enumerate(patches):
-            self.write(f"faults/{number}.patch", text)
+            suffix = "bug" if "\n@ " in text else "patch"
+            self.write(f"faults/{number}.{suffix}", text)
         done = subprocess.run(
             [sys.executable, FAULTS, "--dir", self.path("faults"), "--source", self.path("source"),
              "--scratch", self.path("scratch"), "--build", build, "--cases", "50",
@@ -126,6 +131,40 @@ class Faults(unittest.TestCase):
         self.assertEqual(rows["A"]["case"], "tiny case")
         self.assertEqual(rows["A"]["replicas"], "found")
         self.assertIn("1 planted bugs: 1 killed, 0 survived, 0 errors", output)
+
+    def test_a_bug_with_an_anchor_is_planted_as_a_patch_is_and_taken_out_again(self):
+        code, rows, output = self.run_faults([bug("A", "4"), patch("B", "4"), bug("C", "3")])
+        self.assertEqual((code, [row["verdict"] for row in rows.values()]), (1, ["killed", "killed", "survived"]), output)
+        with open(self.path("scratch/src/impl/value.txt"), encoding="utf-8") as file:
+            self.assertEqual(file.read(), "2\n")
+
+    def test_a_bug_whose_lines_moved_is_planted_where_they_are(self):
+        code, rows, output = self.run_faults([bug("A", "4", path="impl/old.txt")])
+        self.assertEqual((code, rows["A"]["verdict"]), (0, "killed"), output)
+        self.assertIn("`2` of impl/old.txt is at impl/value.txt:1 now", output)
+        with open(self.path("scratch/src/impl/value.txt"), encoding="utf-8") as file:
+            self.assertEqual(file.read(), "2\n")
+
+    def test_a_bug_without_a_place_is_an_error_that_names_it(self):
+        code, rows, output = self.run_faults([bug("A", "4", old="5"), bug("B", "4")])
+        self.assertEqual((code, rows["A"]["verdict"], rows["B"]["verdict"]), (2, "error", "killed"), output)
+        self.assertRegex(output, r"A +error .*`5` of impl/value.txt does not find its place")
+
+    def test_places_are_looked_for_without_planting(self):
+        bugs = [bug("A", "4"), patch("B", "4"), bug("C", "4", path="impl/old.txt"), NO_CHANGE]
+        code, rows, output = self.run_faults(bugs, "--places", build="false")
+        self.assertEqual((code, rows), (0, {}), output)
+        self.assertEqual(output, "C: `2` of impl/old.txt is at impl/value.txt:1 now\n4 of 4 bugs find their place\n")
+        code, _, output = self.run_faults([*bugs, bug("D", "4", old="5"), patch("E", "4", old="5")], "--places")
+        self.assertEqual(code, 2, output)
+        self.assertIn("\nD: `5` of impl/value.txt does not find its place: it is in no file that may be changed\n"
+                      "E: does not apply: ", output)
+        self.assertTrue(output.endswith("4 of 6 bugs find their place\n"), output)
+        self.assertFalse(os.path.exists(self.path("scratch")))
+
+    def test_a_bug_can_be_planted_by_hand(self):
+        code, _, output = self.run_faults([bug("A", "4"), bug("B", "5")], "--only", "A", "--diff", build="false")
+        self.assertEqual((code, output), (0, "--- a/impl/value.txt\n+++ b/impl/value.txt\n@@ -1 +1 @@\n-2\n+4\n"))
 
     def test_replicas_that_differ_before_their_check_says_so_are_missed(self):
         _, rows, output = self.run_faults([patch("A", "5")])
@@ -292,20 +331,24 @@ class Faults(unittest.TestCase):
         self.assertEqual(code, 2)
         self.assertIn("lacks `# from: ...`", output)
 
-    def test_two_patches_must_not_share_an_id(self):
+    def test_two_bugs_must_not_share_an_id(self):
         code, _, output = self.run_faults([patch("A", "4"), patch("A", "3")])
         self.assertEqual(code, 2)
-        self.assertIn("two patches have the id A", output)
+        self.assertIn("two bugs have the id A", output)
 
-    def test_the_catalogue_of_this_tree_can_be_read(self):
-        catalogue = os.path.join(os.path.dirname(CI), "harness", "faults")
-        self.assertGreater(len(load("faults").read_catalogue(catalogue, None)), 200)
+    def test_each_bug_of_the_catalogue_of_this_tree_finds_its_place(self):
+        faults, tree = load("faults"), os.path.dirname(CI)
+        catalogue = faults.read_catalogue(os.path.join(tree, "harness", "faults"), None)
+        self.assertGreater(len(catalogue), 200)
+        self.assertEqual(faults.places(catalogue, tree)[0], [])
 
     def test_a_patch_must_not_weaken_the_question(self):
-        for path in ("verify.py", "python/tests/x.py", "python/shardproof/proof/plain.py", "python/shardproof/check/judge.py"):
-            code, _, output = self.run_faults([patch("A", "4", path=path)])
-            self.assertEqual(code, 2)
-            self.assertIn("changes " + path, output)
+        paths = ("verify.py", "python/tests/x.py", "python/shardproof/proof/plain.py", "python/shardproof/check/judge.py")
+        for make in (patch, bug):
+            for path in paths:
+                code, _, output = self.run_faults([make("A", "4", path=path)])
+                self.assertEqual(code, 2)
+                self.assertIn("changes " + path, output)
 
     def test_a_patch_may_change_the_python_package(self):
         self.write("source/python/shardproof/value.txt", "2\n")
@@ -315,7 +358,7 @@ class Faults(unittest.TestCase):
     def test_a_folder_without_patches_is_an_error(self):
         code, _, output = self.run_faults([], "--dir", self.path("source"))
         self.assertEqual(code, 2)
-        self.assertIn("no *.patch", output)
+        self.assertIn("no *.bug and no *.patch", output)
 
     def test_what_is_equal_is_not_copied_again(self):
         self.run_faults([patch("A", "4")])
