@@ -1,8 +1,10 @@
 // A double of NCCL and of CUDA's streams in memory: ranks are threads of the test, device memory is the process', a stream is a
 // queue with a thread of its own, and sums are added by the CPU's arithmetic. It completes late where
 // a seed says so, refuses what NCCL refuses, and fails or hangs on demand. As NCCL does, it may return success while the
-// communicator is in progress, gives its work to the stream later, from a thread of its own, the first time only when all ranks
-// have called, writes pointers and handles late, and waits in an abort for what is in progress and for graphs.
+// communicator is in progress, gives its work to the stream later, from a thread of its own, writes pointers and handles late,
+// and waits in an abort for what is in progress and for graphs. Ranks leave the making of a communicator at other times. The
+// first call of an algorithm waits for all ranks, and the first messages between two ranks for both, which must then send and
+// receive alike. A destroy waits for all ranks. A communicator that is aborted loses the handles of its windows.
 #pragma once
 
 #include <chrono>
@@ -16,6 +18,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "shardproof/comm/nccl/nccl_api.h"
@@ -37,6 +40,8 @@ struct Plan {
   int64_t hangs_rank = -1;    // or is never done,
   int64_t refused_rank = -1;  // or its split number `at_call` is refused
   int64_t at_call = 0;
+  int64_t lost_rank = -1;  // the world's first communicator does not come about on this rank, and does on the others,
+  int64_t slow_rank = -1;  // or each comes about here a tenth of a second later
 };
 
 using Bytes = std::vector<std::byte>;
@@ -68,8 +73,11 @@ struct Clique {
   const int64_t size;
   std::mutex mutex;
   std::condition_variable changed;
-  int64_t joined = 0, called = 0;  // so many ranks are here, and have made a first call
-  std::string error;               // found by any rank, for all
+  int64_t joined = 0, gone = 0;           // so many ranks are here, and have destroyed or aborted it
+  std::map<std::string, int64_t> called;  // so many have called an algorithm
+  std::string error;                      // found by any rank, for all
+  // What ranks tell each other when they connect, by (phase, distance), sender and receiver: whether it sends, and receives.
+  std::map<std::tuple<int64_t, int64_t, int64_t>, std::deque<std::pair<bool, bool>>> setups;
   std::map<int64_t, Slot> slots;
   std::map<std::pair<int64_t, int64_t>, std::deque<std::shared_ptr<Message>>> mail;  // by sender and receiver
   std::map<int64_t, std::vector<Wish>> splits;                                       // by number of the split
@@ -112,6 +120,8 @@ class Api : public NcclApi {
   int64_t premultiplied_calls() const { return premultiplied_calls_; }
   // Sums that NCCL's symmetric kernels would take: from window to window, without a factor, of a dtype that they have.
   int64_t symmetric_sums() const { return symmetric_sums_; }
+  // Handles of windows that communicators had when they were aborted.
+  int64_t handles_lost() const { return handles_lost_; }
   // Pieces of memory that were allocated and not released.
   int64_t pieces_of_memory();
   // While it lives, a graph has this rank's communicators. Where an abort waits for it too long, that is an error.
@@ -208,7 +218,9 @@ class Api : public NcclApi {
   void count_symmetric_sum(const void* input, const void* output, at::ScalarType dtype, Operator op, Communicator communicator);
   NcclResult parcel(Parcel parcel);
   NcclResult ship(std::vector<Parcel> parcels);
-  void launch(std::shared_ptr<Member> member, NcclApi::Stream stream, bool is_of_all, std::function<void(Member&)> task);
+  // `connects` comes first, where there is one, and not on the stream.
+  void launch(std::shared_ptr<Member> member, NcclApi::Stream stream, std::function<void(Member&)> connects,
+              std::function<void(Member&)> task);
 
   const std::shared_ptr<Cluster> cluster_;
   const int64_t rank_;
@@ -222,7 +234,7 @@ class Api : public NcclApi {
   std::map<Operator, OwnOperator> operators_;
   NcclApi::Stream current_ = nullptr;
   int64_t calls_ = 0, communicators_made_ = 0, registrations_ = 0, calls_in_windows_ = 0, premultiplied_calls_ = 0,
-          symmetric_sums_ = 0, operators_made_ = 0, returns_ = 0, splits_ = 0;
+          symmetric_sums_ = 0, operators_made_ = 0, returns_ = 0, splits_ = 0, handles_lost_ = 0;
   const std::shared_ptr<Graphs> graphs_ = std::make_shared<Graphs>();
   std::unique_ptr<StreamQueue> progress_;  // NCCL's own thread
 };

@@ -93,6 +93,10 @@ std::shared_ptr<Api::Member> Api::join(std::shared_ptr<Clique> clique, int64_t r
   auto member = std::make_shared<Member>();
   member->clique = std::move(clique);
   member->rank = rank;
+  // A few looks, so that ranks differ.
+  if (const uint64_t seed = cluster_->plan.seed; seed > 0)
+    member->late = std::chrono::microseconds((31 * seed + static_cast<uint64_t>(rank_)) % 4 * 100);
+  if (cluster_->plan.slow_rank == rank_) member->late = std::chrono::milliseconds(100);
   ++member->clique->joined;
   const std::lock_guard lock(mutex_);
   ++communicators_made_;
@@ -110,7 +114,9 @@ NcclResult Api::init_rank(Communicator& communicator, int64_t size, const Unique
   const auto clique = cluster_->clique_of(id.data(), size);
   const std::lock_guard lock(clique->mutex);
   if (clique->size != size || rank < 0 || rank >= size) return NcclResult::invalid_argument;
-  communicator = join(clique, rank).get();
+  const auto made = join(clique, rank);
+  made->failed = cluster_->plan.lost_rank == rank_;
+  communicator = made.get();
   return returned();
 }
 
@@ -176,22 +182,36 @@ void Api::abort(Communicator communicator) {
   {
     const std::lock_guard lock(of->clique->mutex);
     of->aborted = true;
+    ++of->clique->gone;
     // NCCL's thread stores what it was about to make.
     if (of->child) *std::exchange(of->child, nullptr) = join(std::make_shared<Clique>(1), 0).get();
   }
   of->clique->changed.notify_all();
   while (of->not_queued > 0) std::this_thread::yield();
-  const std::lock_guard lock(mutex_);  // its registrations end with it
+  const std::lock_guard lock(mutex_);  // its registrations end with it, though not their handles (mended in NCCL 2.30)
+  handles_lost_ += std::count_if(registered_.begin(), registered_.end(), [&](const auto& each) {
+    return each.second.communicator == communicator && each.second.window >= 0;
+  });
   std::erase_if(registered_, [&](const auto& each) { return each.second.communicator == communicator; });
   std::erase_if(operators_, [&](const auto& each) { return each.second.communicator == communicator; });
 }
 
 void Api::destroy(Communicator communicator) {
-  member(communicator);
+  const auto of = member(communicator);
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [memory, registration] : registered_)
+      if (registration.communicator == communicator)
+        throw std::logic_error("a communicator was destroyed that memory is registered with");
+  }
+  {
+    std::unique_lock lock(of->clique->mutex);
+    ++of->clique->gone;
+    of->clique->changed.notify_all();
+    if (!of->clique->changed.wait_for(lock, kForEver, [&] { return of->clique->gone >= of->clique->size; }))
+      throw std::logic_error("a communicator is destroyed for ever, because a rank does not come to destroy it");
+  }
   const std::lock_guard lock(mutex_);
-  for (const auto& [memory, registration] : registered_)
-    if (registration.communicator == communicator)
-      throw std::logic_error("a communicator was destroyed that memory is registered with");
   members_.erase(communicator);
 }
 
@@ -208,7 +228,8 @@ NcclResult Api::check_call(Member& member, NcclApi::Stream stream, const char* o
   return member.refused.empty() ? NcclResult::success : NcclResult::invalid_usage;
 }
 
-void Api::launch(std::shared_ptr<Member> member, NcclApi::Stream stream, bool is_of_all, std::function<void(Member&)> task) {
+void Api::launch(std::shared_ptr<Member> member, NcclApi::Stream stream, std::function<void(Member&)> connects,
+                 std::function<void(Member&)> task) {
   const Plan& plan = cluster_->plan;
   const int64_t number = calls_++;
   const bool due = number == plan.at_call;
@@ -223,16 +244,11 @@ void Api::launch(std::shared_ptr<Member> member, NcclApi::Stream stream, bool is
     task(*member);
   };
   ++member->not_queued;
-  const bool connects = is_of_all && !std::exchange(member->is_connected, true);
-  progress_->push([this, member, stream, kernel = std::move(kernel), connects, late] {
-    if (connects) {
-      std::unique_lock lock(member->clique->mutex);
-      ++member->clique->called;
-      member->clique->changed.notify_all();
-      member->clique->changed.wait(lock, [&] { return member->aborted || member->clique->called >= member->clique->size; });
-    } else if (late.count() > 0) {
+  progress_->push([this, member, stream, kernel = std::move(kernel), connects = std::move(connects), late] {
+    if (connects)
+      connects(*member);
+    else if (late.count() > 0)
       std::this_thread::sleep_for(late);
-    }
     if (!member->aborted) run_on(stream, kernel);
     --member->not_queued;
   });
@@ -247,7 +263,11 @@ NcclResult Api::collective(Communicator communicator, NcclApi::Stream stream, st
   const std::string from = place_of(communicator, input), to = place_of(communicator, output);
   if (from != kNoWindow && to != kNoWindow) ++calls_in_windows_;
   what += fmt::format(" from {} to {}", from, to);
-  launch(of, stream, /*is_of_all=*/true, [=](Member& self) {
+  constexpr int64_t kTreeBytesMax = 4096;
+  const std::string algorithm = input_bytes <= kTreeBytesMax ? "tree" : "ring";
+  std::function<void(Member&)> connects;
+  if (of->algorithms.insert(algorithm).second) connects = [algorithm](Member& self) { self.connect(algorithm); };
+  launch(of, stream, std::move(connects), [=](Member& self) {
     Clique& clique = *self.clique;
     std::unique_lock lock(clique.mutex);
     Clique::Slot& slot = clique.slots[number];
@@ -319,7 +339,16 @@ NcclResult Api::ship(std::vector<Parcel> parcels) {
   for (const Parcel& each : parcels)
     if (each.communicator != first.communicator || each.stream != first.stream)
       throw std::logic_error("the double knows groups on one communicator and stream only");
-  launch(member(first.communicator), first.stream, /*is_of_all=*/false, [parcels](Member& self) {
+  const auto of = member(first.communicator);
+  std::set<int64_t> to, from;
+  for (const Parcel& each : parcels) {
+    if (each.peer == of->rank) continue;
+    auto& connected = each.gives ? of->sends_to : of->takes_from;
+    if (connected.insert(each.peer).second) (each.gives ? to : from).insert(each.peer);
+  }
+  std::function<void(Member&)> connects;
+  if (!to.empty() || !from.empty()) connects = [to, from](Member& self) { self.connect(to, from); };
+  launch(of, first.stream, std::move(connects), [parcels](Member& self) {
     Clique& clique = *self.clique;
     std::unique_lock lock(clique.mutex);
     std::vector<std::shared_ptr<Clique::Message>> sent;

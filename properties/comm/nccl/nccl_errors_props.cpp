@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <future>
+#include <thread>
 
 #include "properties/doubles/nccl_worlds.h"
 #include "properties/kit/expect_error.h"
@@ -21,7 +23,112 @@ void all_reduce_ones(Comm& comm) {
   comm.all_reduce(tensor).wait();
 }
 
+// Two ranks whose worlds end when the test says so.
+struct Two {
+  using Ended = std::vector<std::string>;
+
+  explicit Two(NcclOptions options, nccl_double::Plan plan = kOnHost) : cluster(std::make_shared<nccl_double::Cluster>(plan)) {
+    for (int64_t rank = 0; rank < 2; ++rank) {
+      apis.push_back(std::make_shared<nccl_double::Api>(cluster, rank));
+      worlds.push_back(std::make_unique<NcclWorld>(rank, 2, store, apis.back(), options));
+    }
+  }
+  void on_both(const std::function<void(size_t)>& part) const {
+    std::thread other(part, 1);
+    part(0);
+    other.join();
+  }
+  // What each rank threw, in words. A rank that threw leaves its world, so that the other does not wait for it for ever.
+  Ended run(const std::function<void(Comm&)>& body) {
+    Ended errors(2);
+    on_both([&](size_t rank) {
+      try {
+        worlds[rank]->run([&](std::shared_ptr<Comm> comm) { body(*comm); });
+      } catch (const Error& error) {
+        errors[rank] = error.what();
+        worlds[rank].reset();
+      }
+    });
+    return errors;
+  }
+  void close() {
+    on_both([&](size_t rank) { worlds[rank].reset(); });
+    for (const auto& api : apis) EXPECT_EQ(api->leaks(), "");
+  }
+
+  std::shared_ptr<nccl_double::Cluster> cluster;
+  std::shared_ptr<nccl_double::MemoryStore> store = std::make_shared<nccl_double::MemoryStore>();
+  std::vector<std::shared_ptr<nccl_double::Api>> apis;
+  std::vector<std::unique_ptr<NcclWorld>> worlds;
+};
+
 }  // namespace
+
+TEST(Nccl, who_closes_a_world_that_another_rank_keeps_does_not_wait_for_ever) {
+  Two two({.timeout_seconds = 0.5});
+  EXPECT_EQ(two.run(all_reduce_ones), Two::Ended(2));
+  std::promise<void> closed;
+  std::thread closing([&] {
+    two.worlds[0].reset();
+    closed.set_value();
+  });
+  EXPECT_EQ(closed.get_future().wait_for(std::chrono::seconds(10)), std::future_status::ready);
+  two.worlds[1].reset();
+  closing.join();
+  two.close();
+}
+
+TEST(Nccl, windows_give_back_their_handles_where_a_world_is_closed_and_lose_them_where_it_is_aborted) {
+  const auto body = [](bool fails) {
+    return [fails](Comm& comm) {
+      const c10::DataPtr lent = comm.allocate(Op::all_gather, 64, at::kCPU);
+      comm.barrier().wait();
+      if (fails) throw Error("the body fails");
+    };
+  };
+  for (const bool fails : {false, true}) {
+    Two two({.buffers = NcclApi::Memory::symmetric, .timeout_seconds = 20}, {});
+    for (const std::string& error : two.run(body(fails))) EXPECT_EQ(error.empty(), !fails) << error;
+    two.close();
+    for (const auto& api : two.apis) EXPECT_EQ(api->handles_lost(), fails ? 1 : 0) << "each of a window";
+  }
+}
+
+TEST(Nccl, what_fails_on_a_rank_that_is_connected_reaches_one_that_is_not_yet) {
+  Two two({.timeout_seconds = 2}, {.host_tensors = true, .slow_rank = 1});
+  for (const std::string& error : two.run([](Comm& comm) {
+         if (comm.rank() == 0) throw Error("no more paper");
+         all_reduce_ones(comm);
+       }))
+    expect_says(error, {"rank 0 of 2", "no more paper"});
+  two.close();
+}
+
+TEST(Nccl, a_rank_that_is_not_connected_while_others_are_ends_all_with_its_reason) {
+  Two two({.timeout_seconds = 20}, {.host_tensors = true, .lost_rank = 1});
+  for (const std::string& error : two.run(all_reduce_ones))
+    expect_says(error, {"rank 1: NCCL failed in ncclCommInitRankConfig for 2 ranks"});
+  two.close();
+}
+
+namespace {
+
+// The GPU has no room for streams.
+class Full final : public nccl_double::Api {
+ public:
+  using Api::Api;
+  NcclApi::Stream make_stream() override { throw Error("[cuda] cudaStreamCreate: out of memory"); }
+};
+
+}  // namespace
+
+TEST(Nccl, a_rank_that_fails_before_it_is_connected_tells_the_others) {
+  Two two({.timeout_seconds = 2});
+  two.apis[1] = std::make_shared<Full>(two.cluster, 1);
+  two.worlds[1] = std::make_unique<NcclWorld>(1, 2, two.store, two.apis[1], NcclOptions{.timeout_seconds = 2});
+  for (const std::string& error : two.run(all_reduce_ones)) expect_says(error, {"rank 1 of 2", "out of memory"});
+  two.close();
+}
 
 TEST(Nccl, a_tcp_store_that_is_gone_is_named_with_its_address) {
   auto server = std::make_unique<TcpStore>(TcpStoreOptions{.serves = true, .timeout_seconds = 20});

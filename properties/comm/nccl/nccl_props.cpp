@@ -136,6 +136,35 @@ TEST(Nccl, messages_of_one_exchange_meet_by_tag_and_equal_tags_in_order) {
   });
 }
 
+TEST(Nccl, first_messages_between_two_ranks_may_be_grouped_differently_at_both_ends) {
+  for (const int64_t ranks : {2, 3})
+    nccl_worlds::run(ranks, hasty(3), [](std::shared_ptr<Comm> comm) {
+      const int64_t other = 1 - comm->rank();
+      at::Tensor got = at::empty({4}), own = at::full({4}, static_cast<double>(comm->rank()));
+      if (comm->rank() == 0) {
+        comm->send(own, other).wait();
+        comm->recv(got, other).wait();
+      } else if (comm->rank() == 1) {
+        Work received = comm->recv(got, other), sent = comm->send(own, other);
+        received.wait(), sent.wait();
+      }
+      EXPECT_TRUE(comm->rank() == 2 || got.eq(static_cast<double>(other)).all().item<bool>());
+    });
+}
+
+TEST(Nccl, groups_that_are_first_used_in_another_order_end_after_the_time_out) {
+  for (const std::string& error : nccl_worlds::errors_of(2, hasty(0.5), [](std::shared_ptr<Comm> comm) {
+         const std::vector<std::shared_ptr<Comm>> groups = {comm->split(0, comm->rank(), "first"),
+                                                            comm->split(0, comm->rank(), "second")};
+         std::vector<at::Tensor> sums;
+         std::vector<Work> works;
+         for (const int64_t i : {0, 1})
+           works.push_back(groups[static_cast<size_t>(i ^ comm->rank())]->all_reduce(sums.emplace_back(at::ones({8}))));
+         for (Work& work : works) work.wait();
+       }))
+    expect_says(error, {"all_reduce(sum, float32 x 8), call 0", "is not over after 0.5 s"});
+}
+
 TEST(Nccl, later_bodies_find_the_groups_of_earlier_ones_and_a_failed_body_makes_new_ones) {
   Arrangement arrangement;
   arrangement.plan.host_tensors = true;

@@ -187,7 +187,7 @@ class MachineApi final : public NcclApi {
                        last && *last ? "; the last warning of NCCL in this process: " : "", last ? last : "");
   }
   void abort(Communicator communicator) override { ncclCommAbort(comm_of(communicator)); }
-  // Finalizing waits for the other ranks, of which one may be gone. With an error NCCL would leave a group open.
+  // Finalizing waits for this rank's own streams, which may be stuck. With an error NCCL would leave a group open.
   void destroy(Communicator communicator) override {
     ncclCommFinalize(comm_of(communicator));
     const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(10);

@@ -21,6 +21,8 @@ using Clock = std::chrono::steady_clock;
 constexpr int64_t kEagerLooks = 50;
 constexpr auto kSleep = 50us;
 constexpr auto kLookForEnd = 10ms;
+// Who closes waits so long for the others, because a destroy of NCCL would wait for ever.
+constexpr double kPatienceSeconds = 10;
 
 void pause(int64_t& looks) {
   if (++looks < kEagerLooks)
@@ -54,7 +56,9 @@ Engine::~Engine() {
   }
   wake_.notify_one();
   watching_.join();
-  if (!ended_ && flying_.empty() && std::uncaught_exceptions() == 0)
+  const bool is_well = !ended_ && flying_.empty() && std::uncaught_exceptions() == 0;
+  const std::chrono::duration<double> patience(std::min(kPatienceSeconds, options_.timeout_seconds));
+  if (is_well && (!connected_ || watch_.all_close(size_, patience)))
     close_groups();
   else
     abort_groups();
@@ -77,7 +81,7 @@ void Engine::begin(int64_t body) {
 
 // The first rank's unique id makes the world's first lane; the others are split from it.
 void Engine::connect() {
-  const std::string name = fmt::format("id/{}", ++connections_);
+  const std::string name = fmt::format("id/{}", body_);
   const std::string doing = fmt::format("ncclCommInitRankConfig for {} ranks", size_);
   NcclApi::UniqueId id{};
   if (rank_ == 0) {

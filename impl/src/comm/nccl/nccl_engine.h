@@ -101,7 +101,6 @@ class Engine {
   std::shared_ptr<Group> world_;
   std::vector<std::shared_ptr<Group>> groups_;  // with the world, and those that ranks of no color are in
   bool connected_ = false;
-  int64_t connections_ = 0;
 
   mutable std::mutex state_mutex_;
   std::list<std::shared_ptr<Operation>> flying_;

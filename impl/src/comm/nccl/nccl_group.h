@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <vector>
 
 #include "comm/nccl/nccl_buffers.h"
@@ -57,6 +58,7 @@ struct Group {
   std::array<Lane, kLanes> lanes;
   int64_t collectives = 0, message_count = 0;        // so many were called
   std::vector<std::shared_ptr<Operation>> messages;  // sends and receives that are not launched yet
+  std::set<int64_t> met;                             // peers that messages were exchanged with
 
   // Groups that were split from this one, by everybody's colors and keys; several where a body asked several times. All ranks
   // have the same, so that all of them find one again in the next body, or none.

@@ -233,12 +233,27 @@ void Issue::barrier(Operation& operation) {
   finish_(lane.communicator, api_.all_gather(memory + operation.group->rank, memory, 1, lane.communicator, lane.stream));
 }
 
+// Both ends of NCCL's first group of messages between two ranks must send and receive alike, and calls may be grouped in many
+// ways. So in the first one each end has a byte for the other.
+void Issue::meet(Lane& lane, const std::set<int64_t>& peers) {
+  // Not given back: replays of a step in which they met write there.
+  std::byte* memory = lane.memory.take(api_, 2 * std::ssize(peers), NcclApi::Memory::plain).memory;
+  OpenGroup together(api_);
+  finish_(nullptr, together.result());
+  for (const int64_t peer : peers) {
+    finish_(nullptr, api_.send(memory++, 1, peer, lane.communicator, lane.stream));
+    finish_(nullptr, api_.recv(memory++, 1, peer, lane.communicator, lane.stream));
+  }
+  finish_(lane.communicator, together.end());
+}
+
 void Issue::messages(std::vector<std::shared_ptr<Operation>> operations) {
   std::stable_sort(operations.begin(), operations.end(),
                    [](const auto& a, const auto& b) { return a->call.tag < b->call.tag; });
   Lane& lane = operations.front()->lane();
   // Copies of host memory come before all of them: a group launches nothing until it ends.
   std::vector<Part> parts;
+  std::set<int64_t> strangers;
   for (const auto& operation : operations) {
     const bool sends = operation->call.op == Op::send;
     const at::Tensor& tensor = sends ? operation->call.input : operation->call.output;
@@ -247,7 +262,11 @@ void Issue::messages(std::vector<std::shared_ptr<Operation>> operations) {
     else
       parts.push_back({sends ? device_input(*operation, tensor) : device_output(*operation, tensor),
                        static_cast<int64_t>(tensor.nbytes())});
+    Group& group = *operation->group;
+    const int64_t peer = operation->call.peer;
+    if (tensor.numel() > 0 && peer != group.rank && group.met.insert(peer).second) strangers.insert(peer);
   }
+  if (!strangers.empty()) meet(lane, strangers);
   OpenGroup together(api_);
   finish_(nullptr, together.result());
   for (size_t i = 0; i < operations.size(); ++i) {

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -61,6 +62,8 @@ class Issue {
   // By peer; a part of no bytes is not sent. What a rank has for itself is copied.
   void exchange(Operation& operation, const std::vector<Part>& sends, const std::vector<Part>& recvs);
   void all_to_all(Operation& operation);
+  // Connects this rank with peers that it has had no messages with.
+  void meet(Lane& lane, const std::set<int64_t>& peers);
   std::byte* scratch(Lane& lane, int64_t bytes);
   bool wants_window(const Call& call, const Lane& lane, const std::byte* input, const std::byte* output) const;
   void reduce_natively(Operation& operation);

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <sstream>
+#include <thread>
 #include <utility>
 
 namespace shardproof::nccl {
@@ -54,6 +55,18 @@ WorldEnd Watch::say_end(int64_t body, const WorldEnd& end) {
   }
   // Whoever was first has counted and is about to say it; until then what this rank knows is as good.
   return this->end(body).value_or(end);
+}
+
+bool Watch::all_close(int64_t ranks, std::chrono::duration<double> patience) try {
+  const auto name = [](int64_t rank) { return fmt::format("closing/{}", rank); };
+  store_->set(name(rank_), "yes");
+  const auto until = std::chrono::steady_clock::now() + patience;
+  for (int64_t rank = 0; rank < ranks; ++rank)
+    for (; !store_->get(name(rank)); std::this_thread::sleep_for(std::chrono::milliseconds(1)))
+      if (std::chrono::steady_clock::now() > until) return false;
+  return true;
+} catch (const std::exception&) {  // the store is gone, and somebody with it
+  return false;
 }
 
 std::optional<RankState> Watch::state_of(int64_t rank) {

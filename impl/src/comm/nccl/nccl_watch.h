@@ -2,6 +2,7 @@
 // here knows of NCCL or CUDA.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -38,6 +39,8 @@ class Watch {
   std::optional<WorldEnd> end(int64_t body);
   // Returns the first, which is this one unless another rank was before.
   WorldEnd say_end(int64_t body, const WorldEnd& end);
+  // Whether all ranks come to close the world in time. Who then aborts is waited for by nobody.
+  bool all_close(int64_t ranks, std::chrono::duration<double> patience);
 
  private:
   const int64_t rank_;

@@ -31,11 +31,12 @@ class NcclWorld::Impl final : public process::Runner {
 
  private:
   const char* part() const override { return "nccl"; }
-  void begin() override { engine_->begin(++body_); }
   const process::Calls& calls() const override { return engine_->calls(); }
   void abandon(const std::string& why) override { engine_->abandon(why); }
 
+  // What a rank throws here, all are told. NCCL lets some go on while others are still being connected.
   std::shared_ptr<Comm> enter(int64_t ranks) override {
+    engine_->begin(++body_);
     std::shared_ptr<Comm> comm = nccl::make_comm(engine_, engine_->world(), "world");
     return ranks > 0 && ranks < size() ? comm->split(rank() < ranks ? 0 : -1, 0, "world") : comm;
   }

@@ -42,7 +42,7 @@ class NcclWorld final : public ProcessWorld {
   NcclWorld(int64_t rank, int64_t size, std::shared_ptr<NcclStore> store, std::shared_ptr<NcclApi> api,
             const NcclOptions& options = {});
   // Destroys the communicators. Collective, except where the world is lost or an exception is being thrown: they are then
-  // aborted.
+  // aborted, as they are where another rank does not come within 10 s, or the time-out where that is shorter.
   ~NcclWorld() override;
   NcclWorld(const NcclWorld&) = delete;
   NcclWorld& operator=(const NcclWorld&) = delete;

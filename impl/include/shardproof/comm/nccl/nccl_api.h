@@ -91,7 +91,8 @@ class NcclApi {
   virtual std::string error_text(NcclResult result, Communicator communicator) = 0;
   // Waits for graphs that were captured with it, and for what is in progress.
   virtual void abort(Communicator communicator) = 0;
-  // Must be called only when no operation of the communicator is on its way.
+  // Must be called only when no operation of the communicator is on its way. Waits until all its ranks have called this or
+  // aborted it.
   virtual void destroy(Communicator communicator) = 0;
 
   virtual NcclResult group_start() = 0;
