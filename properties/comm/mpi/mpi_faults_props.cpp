@@ -201,8 +201,10 @@ TEST(MpiFaults, without_a_fault_every_rank_ends_well) {
 
 TEST(MpiFaults, ranks_that_agree_end_a_call_in_which_another_one_fails) {
   for (const char* kind : {"throw", "dtype", "size"})
-    for (const char* op : {"all_gather", "reduce_scatter", "all_reduce", "finite_all_reduce"})
+    for (const char* op : {"all_gather", "reduce_scatter", "all_reduce"})
       expect_clean_ending({.kind = kind, .op = op, .ranks = 4, .victim = 2, .step = 2, .elements = 200'000});
+  // Where each rank tells the others whether its slice of the sum is finite.
+  expect_clean_ending({.kind = "size", .op = "finite_all_reduce", .ranks = 4, .victim = 2, .step = 2, .elements = 200'000});
 }
 
 TEST(MpiFaults, a_send_that_does_not_fit_its_receive_names_both) {
