@@ -106,13 +106,13 @@ class TwoHosts(unittest.TestCase):
 
     def test_a_cut_cable_ends_the_ranks_of_both_hosts_with_an_error_that_names_a_rank(self):
         never = "1000000000"
-        job = self.start(f"{BUILD}/mpi_driver", "none", "all_reduce", "0", never, "50000", "own", "4", self.scratch)
+        job = self.start(f"{BUILD}/mpi_driver", "none", "all_reduce", "0", never, "50000", "4", self.scratch)
         self.addCleanup(job.communicate)
         self.addCleanup(self.cable.remove)
         while len(self.drivers()) < 4:
             self.assertIsNone(job.poll(), "the job ended early")
             time.sleep(0.1)
-        self.wait_for_data()
+        self.wait_for_data(job)
         self.cable.cut()
         # The ranks end by themselves; the launcher's daemons, which have lost each other, may take longer.
         while self.drivers():
@@ -131,11 +131,12 @@ class TwoHosts(unittest.TestCase):
                         found.append(pid)
         return found
 
-    def wait_for_data(self):
+    def wait_for_data(self, job):
         """Until the ranks have sent each other more over the cable than start-up needs."""
         def sent():
             return int(ip("-n", self.cable.names["a"], "-s", "link", "show", "cable").split("\n")[-2].split()[0])
         while sent() < 50_000_000:
+            self.assertIsNone(job.poll(), "the job ended early")
             time.sleep(0.1)
 
 
