@@ -51,17 +51,19 @@ double collective_seconds(const Collective& what, const Spread& spread, const Ma
   if (spread.ranks <= 1) return 0;
   const double ranks = static_cast<double>(spread.ranks), on_a_host = static_cast<double>(spread.on_a_host);
   const double passes = what.op == Op::all_reduce ? 2 : 1;
+  if (what.to_one && spread.hosts > 1)  // the slowest of the messages goes to another host
+    return machine.between.seconds + static_cast<double>(what.bytes) / machine.between.bytes_per_second;
   double latency = (what.to_one ? 1 : on_a_host - 1) * machine.inside.seconds;
   double rate = machine.inside.bytes_per_second;
   if (spread.hosts > 1) {
-    latency += (what.to_one ? 1 : steps_between(spread.hosts)) * machine.between.seconds;
+    latency += steps_between(spread.hosts) * machine.between.seconds;
     const double through = on_a_host * machine.between.bytes_per_second;
     rate = on_a_host > 1 ? std::min(rate, through) : through;
   }
   const bool is_one_message = what.op == Op::send || what.op == Op::recv || what.op == Op::broadcast || what.to_one;
   const double part = is_one_message ? 1 : (ranks - 1) / ranks;
   // Of an all_to_all each rank sends for itself, and nobody passes it on.
-  if (what.op == Op::all_to_all && !what.to_one && spread.hosts > 1)
+  if (what.op == Op::all_to_all && spread.hosts > 1)
     rate = machine.between.bytes_per_second * ranks / (ranks - on_a_host) * part;
   return passes * (latency + part * static_cast<double>(what.bytes) / rate);
 }

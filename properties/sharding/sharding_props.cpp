@@ -350,6 +350,9 @@ TEST(Sharding, side_by_side_nothing_is_gathered_and_a_step_only_meets) {
       optimizer.step();
       EXPECT_EQ(meetings() - before, buckets + 1) << "each bucket before its first use, and all before their update";
     }
+    const int64_t before = meetings();
+    sharded.main_parameters_will_change();
+    EXPECT_EQ(meetings() - before, 1) << "a user's update waits for the neighbours, too";
     EXPECT_EQ(buckets, 2);
     EXPECT_EQ(sharded.memory().peak_bytes[static_cast<size_t>(MemoryKind::gathered)], 0);
   });

@@ -200,9 +200,10 @@ class Sharded:
         return self.native.gradients()
 
     def main_parameters_will_change(self) -> None:
-        """Wait until a save under way has copied the values (`copy_in_background`). Not collective.
+        """Wait until nothing reads what you are going to write.
 
-        Raises an error while averages are in the place of the parameters.
+        That is a save under way (`copy_in_background`), and with ``gather="side_by_side"`` the other ranks. Collective over
+        the mesh then; otherwise it does not communicate. Raises an error while averages are in the place of the parameters.
         """
         self.native.main_parameters_will_change()
 

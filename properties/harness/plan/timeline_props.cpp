@@ -141,8 +141,11 @@ TEST(Timeline, costs_of_collectives_are_what_a_person_works_out) {
   EXPECT_DOUBLE_EQ(seconds(Op::all_gather, ranks(8), 80), 3 * 2 + 5 + 70.0 / 4);      // a host's four adapters together
   EXPECT_DOUBLE_EQ(seconds(Op::all_to_all, ranks(8), 80), 3 * 2 + 5 + 80.0 * 4 / 8);  // half of it leaves the host
   EXPECT_DOUBLE_EQ(seconds(Op::send, ranks(2), 80), 2 + 80.0 / 10);
-  const Spread ring = spread_of({"", ranks(4)}, machine);
-  EXPECT_DOUBLE_EQ(collective_seconds({Op::all_to_all, 0, 80, /*to_one=*/true}, ring, machine), 2 + 80.0 / 10);
+  const auto of_a_ring = [&](int64_t size) {
+    return collective_seconds({Op::all_to_all, 0, 80, /*to_one=*/true}, spread_of({"", ranks(size)}, machine), machine);
+  };
+  EXPECT_DOUBLE_EQ(of_a_ring(4), 2 + 80.0 / 10);
+  EXPECT_DOUBLE_EQ(of_a_ring(8), 5 + 80.0 / 1);
   EXPECT_EQ(seconds(Op::all_gather, ranks(1), 80), 0);
 }
 
