@@ -31,6 +31,12 @@ foreach(backend late_device drawn_device late_groups drawn_groups nccl_double)
   set_tests_properties(Doubles.each_of_2000_random_cases_over_${backend}_holds PROPERTIES LABELS "device;nightly" TIMEOUT 7200)
 endforeach()
 
+# What a campaign found: a kernel is given the address of a tensor without elements, which is no memory of the device.
+string(CONCAT _case "mlp(widths=1-1-1-1,act=identity,bias=0) mesh(tp=2) "
+  "zero3(units=root,align=64,loss=sum,arithmetic=canonical,overlap_pieces=2) sgd(lr=0.1) canonical seed=540110 : step")
+add_test(NAME Doubles.a_kernel_on_no_elements_reads_nothing
+  COMMAND shardproof_doubles replay --backend late_device "${_case}")
+set_tests_properties(Doubles.a_kernel_on_no_elements_reads_nothing PROPERTIES LABELS device)
 shardproof_refused(Launch.a_backend_that_nobody_registered_is_refused_with_the_names
   "--backend must be one of threads, mpi, nccl, drawn_device, .*got 'late_devices'"
   $<TARGET_FILE:shardproof_doubles> verify --cases 1 --backend late_devices)

@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <future>
 #include <thread>
 
 #include "properties/doubles/nccl_worlds.h"
@@ -67,14 +66,8 @@ struct Two {
 TEST(Nccl, who_closes_a_world_that_another_rank_keeps_does_not_wait_for_ever) {
   Two two({.timeout_seconds = 0.5});
   EXPECT_EQ(two.run(all_reduce_ones), Two::Ended(2));
-  std::promise<void> closed;
-  std::thread closing([&] {
-    two.worlds[0].reset();
-    closed.set_value();
-  });
-  EXPECT_EQ(closed.get_future().wait_for(std::chrono::seconds(10)), std::future_status::ready);
-  two.worlds[1].reset();
-  closing.join();
+  two.worlds[0].reset();  // a destroy that waits for ever ends this program: the double throws
+  EXPECT_NE(two.worlds[1], nullptr);
   two.close();
 }
 
