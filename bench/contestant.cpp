@@ -18,6 +18,7 @@
 #include "bench/tensor_bytes.h"
 #include "shardproof/comm/checked.h"
 #include "shardproof/comm/timeline.h"
+#include "shardproof/sharding/named_options.h"
 #include "shardproof/shardproof.h"
 
 namespace bench {
@@ -162,9 +163,9 @@ ShardOptions options_of(const Task& task) {
                        .units = by_type<BlockImpl>(),
                        .buffers = Buffers::pooled,
                        .gather = task.contestant == "side_by_side" ? Gather::side_by_side : Gather::copied,
-                       .delayed_gradient_bytes_max = task.delayed_gradient_bytes,
                        .numerics = Numerics::fast,
                        .broadcast_initial_values = false};
+  set_options(options, task.sharding);
   if (task.device.is_meta()) {
     options.device = task.device;
     options.initialize = [](const std::string&, const Shape&, Interval, at::Tensor) {};

@@ -35,7 +35,7 @@ struct Task {
   // Forwards and backwards in bfloat16, by autocast where there is one copy of the parameters, by a unit's own precision where
   // they are sharded; parameters, sums of gradients and updates in float32.
   bool bf16 = false;
-  int64_t delayed_gradient_bytes = 0;  // of ours: ShardOptions::delayed_gradient_bytes_max
+  std::vector<std::string> sharding;   // of ours: options of fully_shard (named_options.h), "name=value"
   bool counts_tensors = false;         // of ours: their bytes, where they are allocated, which takes time
   std::string profile;                 // of ours: a file that gets the profile of rank 0's last step (bench/profile.h)
 

@@ -51,7 +51,7 @@ def checkpoints(device):
 
 
 def offload(device):
-    return f"{COMMAND} train --device {device} --mesh dp_shard=2 --strategy zero3 --offload --steps 8 --check"
+    return f"{COMMAND} train --device {device} --mesh dp_shard=2 --strategy zero3 --set offload=pinned --steps 8 --check"
 
 
 STAGES = (

@@ -1,6 +1,7 @@
 """`shardproof plan`: what one rank of a mesh would hold and call, against the closed forms of docs/strategies.md."""
 import json
 import os
+import re
 import subprocess
 import tempfile
 import unittest
@@ -8,6 +9,7 @@ import unittest
 COMMAND = os.path.join(os.environ["SHARDPROOF_BUILD"], "shardproof")
 WIDTH, UNITS = 16, 5
 BYTES = WIDTH * WIDTH * 4  # of a unit
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 CHAIN = f"mlp(widths={'-'.join([str(WIDTH)] * (UNITS + 1))},bias=0)"
 
 
@@ -57,7 +59,8 @@ class Plan(unittest.TestCase):
 
     def test_offload_leaves_the_parameters_on_the_device_and_the_rest_to_the_host(self):
         own = UNITS * BYTES // 4
-        lines, said = plan("--model", CHAIN, "--mesh", "dp_shard=4", "--strategy", "zero3", "--dtype", "bf16", "--offload")
+        where = ("--model", CHAIN, "--mesh", "dp_shard=4", "--strategy", "zero3", "--dtype", "bf16")
+        lines, said = plan(*where, "--set", "offload=pageable")
         device, host = memory(lines), memory(lines, "host")
         self.assertEqual(device["parameter"], (own // 2, own // 2))
         self.assertEqual(device["optimizer"], (0, 0))
@@ -66,9 +69,32 @@ class Plan(unittest.TestCase):
         self.assertEqual(host["optimizer"], (2 * own, 2 * own))
         self.assertEqual(host["gradient"], (0, own))
         self.assertIn("host", said)
-        lines, _ = plan("--model", CHAIN, "--mesh", "dp_shard=4", "--strategy", "zero3", "--dtype", "bf16")
+        lines, _ = plan(*where)
         self.assertEqual(memory(lines)["parameter"][0], own // 2 + own)
         self.assertEqual(memory(lines, "host"), {})
+
+    def test_the_page_of_options_has_the_options_that_there_are(self):
+        _, said = plan("--options")
+        with open(os.path.join(ROOT, "docs/options.md"), encoding="utf-8") as page:
+            self.assertTrue(page.read().endswith(said), "write the rows of `plan --options` into docs/options.md")
+
+    def test_every_member_that_a_number_or_a_word_says_is_an_option(self):
+        with open(os.path.join(ROOT, "impl/include/shardproof/sharding/shard_options.h"), encoding="utf-8") as header:
+            struct = header.read().split("\nstruct ShardOptions {")[1]
+        with open(os.path.join(ROOT, "impl/src/sharding/named_options.cpp"), encoding="utf-8") as source:
+            rows = dict(re.findall(r'Row\("(\w+)", &O::(\w+)', source.read()))
+        members = re.findall(r"^  (?!Strategy|UnitSelector|ParameterSelector|Precision|Reshard|Initializer|std::)\w+ (\w+) = ",
+                             struct, re.MULTILINE)
+        self.assertEqual(rows, {name: name for name in members})
+
+    def test_an_option_that_there_is_not_names_the_nearest(self):
+        for text, says in (("bukets=2", "no option 'bukets'"), ("buffers=pool", "buffers must be one of freed, pooled"),
+                           ("bucket_count", "name=value"), ("bucket_count=-1", "at least 0"),
+                           ("prefetch_forward=1MiB", "a number")):
+            with self.subTest(text):
+                done = subprocess.run([COMMAND, "plan", "--set", text], capture_output=True, text=True)
+                self.assertEqual(done.returncode, 2, done.stdout)
+                self.assertIn(says, done.stderr)
 
     def test_the_pieces_of_all_ranks_tile_the_parameters(self):
         model = "gpt(layers=1,hidden=8,heads=2,vocab=11,positions=5,tied=1)"
@@ -100,7 +126,7 @@ class Plan(unittest.TestCase):
                 (["--mesh", "dp_shard=4", "--rank", "4"], ["0 to 3", "4"]),
                 (["--mesh", "dp_shard=x"], ["dp_shard=x"]),
                 (["--dtype", "int8"], ["int8", "bf16"]),
-                (["--model", CHAIN, "--offload", "--search", "--ranks", "4"], ["--search", "leave", "or --offload"]),
+                (["--model", CHAIN, "--set", "offload=pinned", "--search", "--ranks", "4"], ["--search", "leave offload out"]),
                 (["--model", "conv(channels=1-4,kernel=3,size=4,classes=2)", "--machine", "h100"], ["--machine", "a conv"]),
                 (["--model", "gpt(layers=2,hidden=7,heads=2)"], ["hidden", "heads"])):
             _, said = plan(*arguments, code=2)

@@ -46,11 +46,11 @@ class TrainPrecision(TrainingRuns):
 
     def test_gradients_that_are_made_later_change_no_bit(self):
         plain = self.losses(self.train("--check")[1])
-        for options in (("1GiB",), ("1GiB", "--recompute"), ("20KiB",)):
-            code, lines, output, errors = self.train("--check", "--delay-gradients", *options)
+        for bytes_max, *options in (("1GiB",), ("1GiB", "--recompute"), ("20KiB",)):
+            code, lines, output, errors = self.train("--check", "--set", f"delayed_gradient_bytes_max={bytes_max}", *options)
             self.assertEqual(code, 0, output + errors)
             self.assertEqual(self.losses(lines), plain)
-            self.assertIn(", delayed gradients", output.splitlines()[0])
+            self.assertIn(", delayed_gradient_bytes_max=", output.splitlines()[0])
 
     def test_a_pattern_of_recomputed_modules_that_fits_none_is_refused(self):
         self.expect_refused("--recompute=nothing.* fits no module", "--recompute=nothing.*")

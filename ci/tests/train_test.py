@@ -60,7 +60,7 @@ class Train(TrainingRuns):
 
     def test_offload_keeps_the_bits_of_the_golden_run_and_of_the_checkpoint(self):
         folders = []
-        for offload in ((), ("--offload",)):
+        for offload in ((), ("--set", "offload=pinned")):
             folders.append(os.path.join(self.folder, "with" if offload else "without"))
             code, _, output, errors = self.train(
                 "--check", "--mesh", "dp_shard=3", "--global-batch", "18", "--checkpoint-dir", folders[-1], *offload)

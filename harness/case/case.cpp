@@ -51,7 +51,7 @@ std::string strategy_str(const Case& c) {
   const CaseOptions standard;
   Group group(c.strategy);
   for (const OptionRow& row : option_rows())
-    group.add(row.key, value_text(row, c.options.*row.member), value_text(row, standard.*row.member));
+    group.add(row.key, value_text(row, row.of(c.options)), value_text(row, row.of(standard)));
   return group.str();
 }
 

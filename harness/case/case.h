@@ -1,7 +1,7 @@
 // A case: one experiment as a value that prints, parses, shrinks and replays on one line.
 //
-//   gpt(layers=2,hidden=24,heads=3,vocab=37,positions=7,tied) mesh(dp_replicate=2,dp_shard=4) hsdp(units=leaf,prefetch=2)
-//   adamw(lr=0.01,clip=1) ordered seed=7 : step*2 accumulate(3) eval step
+//   gpt(layers=2,hidden=24,heads=3,vocab=37,positions=7,tied) mesh(dp_replicate=2,dp_shard=4)
+//   hsdp(units=leaf,bucket_count=2) adamw(lr=0.01,clip=1) ordered seed=7 : step*2 accumulate(3) eval step
 //   mlp(widths=5-3-4,act=relu) mesh(dp_shard=2,tp=3) zero3 sgd(lr=0.1) exact seed=8 : step
 //
 // Model, mesh, strategy with its options, optimizer, mode, seed, and after the colon the history. Data, initial values,

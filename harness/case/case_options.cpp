@@ -1,27 +1,39 @@
 #include "harness/case/case_options.h"
 
-namespace harness {
+#include "shardproof/base/check.h"
 
-const std::vector<OptionRow>& option_rows() {
+namespace harness {
+namespace {
+
+using shardproof::named_option;
+using shardproof::named_options;
+using shardproof::NamedOption;
+
+size_t number_of(const NamedOption& option) {
+  return static_cast<size_t>(&option - named_options().data());
+}
+
+std::vector<OptionRow> rows_of_fully_shard() {
+  std::vector<OptionRow> rows;
+  for (const NamedOption& option : named_options()) {
+    if (option.drawn.empty()) continue;
+    rows.push_back({option.name, nullptr, option.words, {option.drawn.begin(), option.drawn.end()}, option.often,
+                    static_cast<int64_t>(option.standard()), /*draws_apart=*/true, number_of(option)});
+  }
+  return rows;
+}
+
+std::vector<OptionRow> rows_of_cases() {
   using O = CaseOptions;
-  static const std::vector<OptionRow> rows = {
+  return {
       {"units",
        &O::units,
        {"root", "block", "leaf", "some", "listed"},
        {units_root, units_leaf, units_some, units_listed},
        0.8,
        units_root},
-      {"bucket", &O::bucket_bytes, {}, {64, 256, 1000, 4096}, 0.2, 0},
-      {"buckets", &O::buckets, {}, {2, 3}, 0.1, 0},
-      {"align", &O::alignment_bytes, {}, {64, 128}, 0.7, 64},
       {"reshard", &O::reshard, {}, {0, 2, 2, 3}, 0.3, 1},
-      {"reshard_backward", &O::reshard_backward, {}, {0}, 0.2, 1},
-      {"prefetch", &O::prefetch, {}, {1, 2, 3}, 0.3, 0},
-      {"pooled", &O::pooled, {}, {1}, 0.2, 0},
-      {"side_by_side", &O::side_by_side, {}, {1}, 0.15, 0},
-      {"in_flight", &O::in_flight_bytes, {}, {1, 700, 5000}, 0.15, 0},
       {"recompute", &O::recompute, {}, {1, 2}, 0.2, 0},
-      {"whole", &O::whole, {}, {1}, 0.12, 0},
       {"meta", &O::meta, {}, {1}, 0.12, 0},
       {"loss", &O::loss, {"mean", "sum", "tokens"}, {loss_sum, loss_tokens}, 0.45, loss_sum},
       {"divide",
@@ -30,7 +42,6 @@ const std::vector<OptionRow>& option_rows() {
        {divide_before, divide_split, divide_collective},
        0.2,
        0},
-      {"replicas_each", &O::replicas_each, {}, {1}, 0.15, 0},
       {"compute", &O::compute, {"fp32", "bf16", "fp16"}, {bf16, bf16, fp16}, 0.15, 0},
       {"gradient", &O::gradient, {"fp32", "bf16"}, {bf16}, 0.08, 0},
       {"reduce", &O::reduce, {"fp32", "bf16", "fp16"}, {bf16, bf16, fp16}, 0.15, 0},
@@ -42,13 +53,6 @@ const std::vector<OptionRow>& option_rows() {
       {"overlap_pieces", &O::overlap_pieces, {}, {2, 2, 3}, 0.6, 1, /*draws_apart=*/true},
       {"attention", &O::context_gathered, {"ring", "gathered"}, {1}, 0.8, 1},
       {"context", &O::context_contiguous, {"balanced", "contiguous"}, {1}, 0.8, 1},
-      {"offload",
-       &O::offload,
-       {"none", "pinned", "pageable"},
-       {offload_pinned, offload_pinned, offload_pageable},
-       0.25,
-       offload_none,
-       /*draws_apart=*/true},
       {"schedule",
        &O::schedule,
        {"constant", "cosine", "linear"},
@@ -65,9 +69,6 @@ const std::vector<OptionRow>& option_rows() {
        0,
        /*draws_apart=*/true},
       {"unit_mesh", &O::unit_mesh, {}, {1}, 0.2, 0, /*draws_apart=*/true},
-      {"multiple", &O::bucket_multiple, {}, {3, 64, 1000, 4096}, 0.15, 1, /*draws_apart=*/true},
-      {"keep_whole", &O::keep_whole, {}, {1, 8, 40, 300}, 0.15, 0, /*draws_apart=*/true},
-      {"publish", &O::publish, {"in_step", "at_first_use"}, {1}, 0.3, 0, /*draws_apart=*/true},
       {"strided", &O::strided, {}, {1}, 0.3, 0, /*draws_apart=*/true},
       {"fingerprint", &O::fingerprint, {}, {1}, 0.5, 0, /*draws_apart=*/true},
       {"within", &O::within, {"none", "attention", "some"}, {1, 2}, 0.3, 0, /*draws_apart=*/true},
@@ -76,10 +77,49 @@ const std::vector<OptionRow>& option_rows() {
       {"lora_alpha", &O::lora_alpha, {}, {1, 3}, 0.8, 0, /*draws_apart=*/true},
       {"lora_layers", &O::lora_layers, {}, {1, 2, 3, 4, 5, 6, 7}, 0.9, 0, /*draws_apart=*/true},
       {"lora_dropout", &O::lora_dropout, {}, {10, 25, 50}, 0.6, 0, /*draws_apart=*/true},
-      {"delayed", &O::delayed_bytes, {}, {200, 1'000'000'000, 1'000'000'000}, 0.3, 0, /*draws_apart=*/true},
       {"ema", &O::ema, {}, {50, 90, 99}, 0.3, 0, /*draws_apart=*/true},
   };
+}
+
+}  // namespace
+
+std::vector<int64_t> standard_sharding() {
+  static const std::vector<int64_t> values = [] {
+    std::vector<int64_t> made;
+    for (const NamedOption& option : named_options())
+      made.push_back(option.drawn.empty() ? 0 : static_cast<int64_t>(option.standard()));
+    return made;
+  }();
+  return values;
+}
+
+int64_t CaseOptions::of(const std::string& name) const {
+  return sharding.at(number_of(named_option(name)));
+}
+
+bool CaseOptions::has(const std::string& name, const std::string& value) const {
+  return of(name) == static_cast<int64_t>(named_option(name).value(value));
+}
+
+void CaseOptions::set(const std::string& name, const std::string& value) {
+  const NamedOption& option = named_option(name);
+  SHARD_REQUIRE(!option.drawn.empty(), "case", "{} is no option of a case", name);
+  sharding.at(number_of(option)) = static_cast<int64_t>(option.value(value));
+}
+
+const std::vector<OptionRow>& option_rows() {
+  static const std::vector<OptionRow> rows = [] {
+    std::vector<OptionRow> all = rows_of_cases();
+    const std::vector<OptionRow> own = rows_of_fully_shard();
+    all.insert(all.begin() + 1, own.begin(), own.end());  // behind the units
+    return all;
+  }();
   return rows;
+}
+
+void apply(const CaseOptions& options, shardproof::ShardOptions& to) {
+  for (const OptionRow& row : option_rows())
+    if (!row.member) named_options()[row.number].set(to, static_cast<double>(row.of(options)));
 }
 
 std::string value_text(const OptionRow& row, int64_t value) {

@@ -1,9 +1,13 @@
 // What a case chooses about sharding, as a table: an option that is a row here is printed, parsed, drawn, shrunk and counted.
+// Rows are the options of fully_shard by name (shardproof/sharding/named_options.h), and what the golden run or the harness
+// has to know of besides.
 #pragma once
 
 #include <cstdint>
 #include <string>
 #include <vector>
+
+#include "shardproof/sharding/named_options.h"
 
 namespace harness {
 
@@ -12,30 +16,19 @@ enum Loss : int64_t { loss_mean, loss_sum, loss_tokens };
 enum Dividing : int64_t { divide_after, divide_before, divide_split, divide_collective };
 enum Dtype : int64_t { fp32, bf16, fp16 };
 enum Schedule : int64_t { schedule_constant, schedule_cosine, schedule_linear };
-enum Offloading : int64_t { offload_none, offload_pinned, offload_pageable };
+
+// The defaults of named_options().
+std::vector<int64_t> standard_sharding();
 
 struct CaseOptions {
   int64_t units = units_block;    // which modules are units besides the root; listed: named one by one, two a unit
-  int64_t bucket_bytes = 0;       // 0: a bucket a unit
-  int64_t buckets = 0;            // or that many a unit
-  int64_t alignment_bytes = 512;
-  int64_t bucket_multiple = 1;    // in elements
   int64_t reshard = 1;            // after forward: 1 yes, 0 no, n: within n ranks
-  int64_t reshard_backward = 1;
-  int64_t prefetch = 0;           // units ahead, in both directions
-  int64_t pooled = 0;
-  int64_t side_by_side = 0;
-  int64_t in_flight_bytes = 0;
-  int64_t keep_whole = 0;         // parameters of at most so many elements stay whole between steps
-  int64_t publish = 0;            // updated parameters are awaited: 0 in the step, 1 at their first use
   int64_t recompute = 0;          // 1: every unit, 2: some
-  int64_t whole = 0;              // parameters lie whole on a rank
   int64_t meta = 0;               // built without memory
   // Losses are means over each rank's samples and gradients the mean over ranks; or losses are shares of one global mean and
   // gradients their sum; or losses are sums, divided by the number of tokens of the step.
   int64_t loss = loss_mean;
   int64_t divide = divide_after;
-  int64_t replicas_each = 0;      // replicas are reduced after every microbatch
   int64_t compute = fp32, gradient = fp32, reduce = fp32;
   int64_t float32_sums = 0;
   int64_t loss_scale = 0;          // 0: none; else its first value
@@ -45,7 +38,6 @@ struct CaseOptions {
   int64_t overlap_pieces = 1;      // of the products of layers that are cut over tp
   int64_t context_gathered = 0;    // context parallelism gathers keys and values; else they go round in a ring
   int64_t context_contiguous = 0;  // and cuts sequences into one run a rank; else it balances a causal mask's work
-  int64_t offload = offload_none;  // of main parameters, gradients and optimizer state to the host's memory
   int64_t schedule = schedule_constant;  // of the learning rate over the steps of the history
   int64_t unchecked = 0;           // loads read without a check before
   // Chosen units have a strategy of their own (0: none, else a row of the table), or see the ranks of dp_shard along two axes.
@@ -60,23 +52,35 @@ struct CaseOptions {
   int64_t lora_alpha = 0;          // 0: twice the rank
   int64_t lora_layers = 0;         // 0: beside all linear layers, else beside those that this number chooses
   int64_t lora_dropout = 0;        // in percent
-  int64_t delayed_bytes = 0;       // of what delayed gradients of weights are made of, at most; 0: none is delayed
   int64_t ema = 0;                 // averages of parameters are kept, with a decay of so many percent; 0: none
+  std::vector<int64_t> sharding = standard_sharding();  // the values of named_options()
+
+  // Of an option of fully_shard. Both throw Error where there is none of this name, or no such value.
+  int64_t of(const std::string& name) const;
+  bool has(const std::string& name, const std::string& value) const;
+  void set(const std::string& name, const std::string& value);
   bool operator==(const CaseOptions&) const = default;
 };
 
 struct OptionRow {
-  const char* key;
-  int64_t CaseOptions::* member;
-  std::vector<const char*> names;   // of the values 0, 1, ...; empty: the value is a number
+  std::string key;
+  int64_t CaseOptions::* member;    // null: an option of fully_shard
+  std::vector<std::string> names;   // of the values 0, 1, ...; empty: the value is a number
   std::vector<int64_t> others;      // values that the generator draws instead of the default
   double probability;               // of one of those
   int64_t simplest;                 // where the least happens: what shrinking tries
   bool draws_apart = false;         // from numbers of its own, so that cases are what they were before there was this option
+  size_t number = 0;                // among named_options()
+
+  int64_t of(const CaseOptions& options) const { return member ? options.*member : options.sharding.at(number); }
+  int64_t& of(CaseOptions& options) const { return member ? options.*member : options.sharding.at(number); }
 };
 
 // In the order of the text.
 const std::vector<OptionRow>& option_rows();
+
+// Gives fully_shard the options that are its own.
+void apply(const CaseOptions& options, shardproof::ShardOptions& to);
 
 // A value as text: its name, or the number.
 std::string value_text(const OptionRow& row, int64_t value);

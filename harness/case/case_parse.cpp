@@ -80,7 +80,7 @@ void read_strategy(Scanner& scanner, Case& c) {
   c.strategy = read_strategy_name(scanner);
   for (const Argument& a : scanner.arguments()) {
     const OptionRow& row = find_row(scanner, a, option_rows());
-    c.options.*row.member = row.names.empty()
+    row.of(c.options) = row.names.empty()
                                 ? scanner.integer(a)
                                 : static_cast<int64_t>(scanner.choice(a, {row.names.begin(), row.names.end()}));
   }

@@ -31,7 +31,7 @@ void validate(const golden::Optimizer& o) {
 
 // What needs replicas to be outside of shards.
 void validate_order(const Case& c, const shardproof::Strategy& strategy, const shardproof::Mesh& mesh) {
-  const bool every_time = c.options.replicas_each != 0;
+  const bool every_time = c.options.of("reduce_replicas_every_microbatch") != 0;
   const shardproof::Strategy row = every_time ? shardproof::reducing_replicas_every_time(strategy) : strategy;
   const std::string name = row.name + (every_time ? " with replicas_each=1" : "");
   SHARD_REQUIRE(can_sum_on(row, mesh), "case",
@@ -116,12 +116,13 @@ void validate_adapters(const Case& c) {
 
 void validate_options(const Case& c) {
   const CaseOptions& o = c.options;
-  SHARD_REQUIRE(o.keep_whole >= 0, "case", "keep_whole={} must not be negative", o.keep_whole);
-  SHARD_REQUIRE(o.delayed_bytes >= 0, "case", "delayed={} must not be negative", o.delayed_bytes);
-  SHARD_REQUIRE(o.bucket_multiple >= 1, "case", "multiple={} must be at least 1", o.bucket_multiple);
-  SHARD_REQUIRE(o.alignment_bytes >= 64 && std::has_single_bit(static_cast<uint64_t>(o.alignment_bytes)), "case",
-                "align={} must be a power of two and at least 64", o.alignment_bytes);
-  SHARD_REQUIRE(o.bucket_bytes == 0 || o.buckets == 0, "case", "give bucket or buckets, not both");
+  shardproof::ShardOptions applied;
+  apply(o, applied);
+  const int64_t alignment = applied.alignment_bytes;
+  SHARD_REQUIRE(std::has_single_bit(static_cast<uint64_t>(alignment)), "case", "alignment_bytes={} must be a power of two",
+                alignment);
+  SHARD_REQUIRE(applied.bucket_bytes_max == 0 || applied.bucket_count == 0, "case",
+                "give bucket_bytes_max or bucket_count, not both");
   for (const auto& [strategy, mesh] : {std::pair{shardproof::strategy(c.strategy), shardproof::data_parallel_mesh(c.mesh)},
                                       std::pair{unit_strategy(c), unit_mesh(c)}}) {
     const int64_t split = mesh.has("dp_shard") ? mesh.size("dp_shard") : 1;
@@ -131,8 +132,8 @@ void validate_options(const Case& c) {
                   "reshard={} counts neighbours along dp_shard, and {} gathers over dp_replicate as well", o.reshard,
                   strategy.name);
   }
-  SHARD_REQUIRE(c.optimizer.kind != golden::Optimizer::Kind::muon || o.whole || c.strategy == "ddp" || c.mesh.size() == 1,
-                "case", "muon needs whole parameters: write {}(whole=1)", c.strategy);
+  SHARD_REQUIRE(c.optimizer.kind != golden::Optimizer::Kind::muon || o.has("granularity", "tensor") || c.strategy == "ddp" || c.mesh.size() == 1,
+                "case", "muon needs whole parameters: write {}(granularity=tensor)", c.strategy);
   SHARD_REQUIRE(o.loss != loss_tokens || o.divide == divide_after, "case",
                 "loss=tokens divides after the sum; leave out divide");
   const auto power = [](int64_t ranks) { return std::has_single_bit(static_cast<uint64_t>(ranks)); };
@@ -175,8 +176,8 @@ void validate_units(const Case& c) {
                 "the mode ordered has one order of sums for all parameters: leave out unit_mesh, and choose a unit_strategy "
                 "that reduces when {} does",
                 c.strategy);
-  SHARD_REQUIRE(c.optimizer.kind != golden::Optimizer::Kind::muon || c.options.whole, "case",
-                "muon with units of several strategies needs whole parameters: write {}(whole=1)", c.strategy);
+  SHARD_REQUIRE(c.optimizer.kind != golden::Optimizer::Kind::muon || c.options.has("granularity", "tensor"), "case",
+                "muon with units of several strategies needs whole parameters: write {}(granularity=tensor)", c.strategy);
 }
 
 void validate_mode(const Case& c) {
@@ -294,7 +295,7 @@ void validate(const Case& c) {
   validate(c.model);
   validate_mesh(c);
   for (const OptionRow& row : option_rows()) {
-    const int64_t value = c.options.*row.member;
+    const int64_t value = row.of(c.options);
     SHARD_REQUIRE(value >= 0, "case", "{}={} must not be negative", row.key, value);
   }
   validate_adapters(c);

@@ -67,14 +67,14 @@ Facet numbers(const std::string& name, const std::vector<int64_t>& sorted, std::
 Facet option_facet(const OptionRow& row) {
   const CaseOptions standard;
   std::vector<int64_t> values = row.others;
-  values.push_back(standard.*row.member);
+  values.push_back(row.of(standard));
   std::ranges::sort(values);
   values.erase(std::unique(values.begin(), values.end()), values.end());
   std::vector<std::string> texts;
   for (const int64_t value : values) texts.push_back(fmt::format("{}={}", row.key, value_text(row, value)));
   return numbers(
-      row.key, values, texts, [&row](const Case& c) { return c.options.*row.member; },
-      [&row](Case& c, int64_t value) { c.options.*row.member = value; });
+      row.key, values, texts, [&row](const Case& c) { return row.of(c.options); },
+      [&row](Case& c, int64_t value) { row.of(c.options) = value; });
 }
 
 void add_models(std::vector<Facet>& all) {

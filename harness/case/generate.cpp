@@ -245,7 +245,7 @@ void generate_options(Chooser& choose, Case& c, uint64_t seed, int64_t index) {
     const bool rare = row.member == &CaseOptions::compute && std::ranges::any_of(c.steps, &StepPlan::loads);
     const bool draws = from.chance(rare ? 0.5 : row.probability * scale);
     const int64_t value = from.one_of(row.others);
-    if (draws) try_change(c, [&] { c.options.*row.member = value; });
+    if (draws) try_change(c, [&] { row.of(c.options) = value; });
   }
 }
 
@@ -378,7 +378,7 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     }
     // What the rest of the case needs.
     if (c.mode == canonical) c.options.loss = loss_sum;
-    if (c.optimizer.kind == golden::Optimizer::Kind::muon && c.strategy != "ddp") c.options.whole = 1;
+    if (c.optimizer.kind == golden::Optimizer::Kind::muon && c.strategy != "ddp") c.options.set("granularity", "tensor");
     c.steps = generate_history(choose, c);
     generate_checkpoints(Chooser(Draws(seed, "checkpoints").at(index)), c, limits);
     try_wide_world(Chooser(Draws(seed, "wide").at(index)), c, limits);

@@ -127,7 +127,7 @@ bool branches_differ(const Case& c) {
 std::vector<bool> reductions(const Case& c, const StepPlan& plan) {
   const shardproof::Strategy strategy =
       shardproof::on_mesh(shardproof::strategy(c.strategy), shardproof::data_parallel_mesh(c.mesh));
-  const bool sums = c.shards() > 1 || (c.options.replicas_each && c.replicas() > 1);
+  const bool sums = c.shards() > 1 || (c.options.of("reduce_replicas_every_microbatch") != 0 && c.replicas() > 1);
   if (shardproof::accumulates_before_reducing(strategy) || !sums) return {};
   std::vector<bool> after;
   for (int64_t round = 1; round <= plan.rounds; ++round) after.push_back(round % plan.sync_every == 0 || round == plan.rounds);
@@ -144,7 +144,7 @@ golden::Run make_run(const Case& c) {
                   .scaling = {}};
   run.model.canonical = c.options.arithmetic != 0;
   run.optimizer.groups = optimizer_groups(c);
-  run.order = {.shards = c.shards(), .replicas = c.replicas(), .replicas_last = c.options.replicas_each == 0,
+  run.order = {.shards = c.shards(), .replicas = c.replicas(), .replicas_last = c.options.of("reduce_replicas_every_microbatch") == 0,
                .canonical = c.mode == Mode::canonical};
   run.scaling = {.initial = static_cast<double>(c.options.loss_scale),
                  .growth_interval = 2,

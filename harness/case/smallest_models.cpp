@@ -56,7 +56,7 @@ int64_t elements_of(const golden::Model& model) {
 void keep_what_fits(const CaseOptions& options, Case& c) {
   c.options = {};
   for (int round = 0; round < 2; ++round)
-    for (const OptionRow& row : option_rows()) try_change(c, [&] { c.options.*row.member = options.*row.member; });
+    for (const OptionRow& row : option_rows()) try_change(c, [&] { row.of(c.options) = row.of(options); });
 }
 
 }  // namespace

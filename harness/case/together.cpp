@@ -30,8 +30,8 @@ void publish_beside_neighbours(Chooser& choose, Case& c) {
   const shardproof::Strategy layouts = shardproof::strategy(c.strategy);
   const bool gathers = layouts.state.splits("dp_replicate") && !layouts.parameter.splits("dp_replicate");
   if (!gathers || !layouts.parameter.splits("dp_shard") || !choose.chance(0.3)) return;
-  try_change(c, [&] { c.options.side_by_side = 1; });
-  try_change(c, [&] { c.options.publish = 1; });
+  try_change(c, [&] { c.options.set("gather", "side_by_side"); });
+  try_change(c, [&] { c.options.set("publish", "at_first_use"); });
   if (c.steps.size() == 1) try_change(c, [&] { c.steps.emplace_back(); });
 }
 
@@ -43,7 +43,7 @@ void freeze_within_units(Chooser& choose, Case& c) {
   const int64_t frozen = choose.integer(1, 9);
   try_change(c, [&] {
     c.options.units = units;
-    c.options.reshard_backward = 1;
+    c.options.set("reshard_after_backward", "true");
   });
   try_change(c, [&] {
     for (StepPlan& step : c.steps) step.frozen = frozen;
@@ -57,7 +57,7 @@ void adapt_listed_units(Chooser& choose, Case& c) {
   const int64_t rank = choose.integer(1, 3);
   try_change(c, [&] {
     c.options.units = units_listed;
-    c.options.reshard_backward = 1;
+    c.options.set("reshard_after_backward", "true");
     if (c.options.lora == 0) c.options.lora = rank;
   });
 }
@@ -94,7 +94,7 @@ void narrow_the_wire(Chooser& choose, Case& c) {
 // What a unit keeps after a step is wrong in the next one.
 void keep_over_steps(Chooser& choose, Case& c) {
   if (splits_parameters(c) && choose.chance(0.1)) try_change(c, [&] { c.options.reshard = 2; });
-  const bool keeps = c.options.reshard != 1 || c.options.reshard_backward == 0;
+  const bool keeps = c.options.reshard != 1 || c.options.of("reshard_after_backward") == 0;
   if (keeps && c.steps.size() == 1 && choose.chance(0.7)) try_change(c, [&] { c.steps.emplace_back(); });
 }
 

@@ -10,10 +10,6 @@
 
 namespace harness {
 
-// In which way a case failed: "values" where any are wrong; of an error the place that it names, and the condition that is
-// broken or the words but for numbers, names and paths; else the verdict's category.
-std::string kind_of_failure(const Verdict& verdict);
-
 // Whether a case has something else than the simplest wherever a minimal one has: options, events, the optimizer, the model,
 // ranks along tp or cp, several ranks. The strategy, the mode and the data do not count.
 bool has_all_of(const Case& c, const Case& minimal);

@@ -3,12 +3,14 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <filesystem>
 #include <map>
 
 #include "harness/case/mesh_order.h"
 #include "shardproof/base/check.h"
+#include "shardproof/sharding/named_options.h"
 
 namespace harness {
 namespace {
@@ -68,6 +70,28 @@ const shardproof::Strategy& chosen_strategy(const std::string& name) {
     throw shardproof::Error(fmt::format("{}, and rows without a name, row_* (docs/strategies.md).{}", error.what(),
                                         suggestion(name, kStrategiesOfPeers, strategy_names())));
   }
+}
+
+void add_sharding_options(CLI::App& app, std::vector<std::string>& texts) {
+  std::vector<std::string> names;
+  for (const shardproof::NamedOption& option : shardproof::named_options()) names.push_back(option.name);
+  app.add_option("--set", texts,
+                 fmt::format("an option of fully_shard as name=value; may be repeated. docs/options.md has them: {}",
+                             fmt::join(names, ", ")))
+      ->take_all();
+}
+
+std::string table_of_sharding_options() {
+  std::string table = "| option | values | default | |\n| --- | --- | --- | --- |\n";
+  for (const shardproof::NamedOption& option : shardproof::named_options()) {
+    using Kind = shardproof::NamedOption::Kind;
+    const std::string values = option.kind == Kind::word    ? fmt::format("`{}`", fmt::join(option.words, "`, `"))
+                               : option.kind == Kind::flag  ? "`true`, `false`"
+                               : option.kind == Kind::whole ? fmt::format("a whole number from {:g}", option.least)
+                                                            : fmt::format("a number from {:g}", option.least);
+    table += fmt::format("| `{}` | {} | `{}` | {} |\n", option.name, values, option.text(option.standard()), option.about);
+  }
+  return table;
 }
 
 }  // namespace harness

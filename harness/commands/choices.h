@@ -9,6 +9,10 @@
 #include "shardproof/algebra/strategy.h"
 #include "shardproof/base/nearest.h"
 
+namespace CLI {
+class App;
+}
+
 namespace harness {
 
 using shardproof::did_you_mean;
@@ -25,5 +29,10 @@ std::string strategy_help();
 
 // The strategy of --strategy.
 const shardproof::Strategy& chosen_strategy(const std::string& name);
+
+// --set name=value, options of fully_shard (shardproof/sharding/named_options.h). What is wrong with one is said at once.
+void add_sharding_options(CLI::App& app, std::vector<std::string>& texts);
+// What they are, as docs/options.md lists them.
+std::string table_of_sharding_options();
 
 }  // namespace harness

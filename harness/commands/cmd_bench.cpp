@@ -97,13 +97,15 @@ std::string command_of(const Arguments& a, const std::string& contestant) {
   std::string start;  // with nccl the worker starts its own
   if (processes && backend == "mpi")
     start = fmt::format("{} ", fmt::join(shardproof::mpirun_command(a.task.mesh.size(), {}, ::geteuid() == 0), " "));
+  std::string set;
+  for (const std::string& text : a.task.sharding) set += " --set " + shell_word(text);
   const std::string options = processes ? " --backend " + backend + a.launched.given() : "";
   return fmt::format(
       "{}'{}' bench{} --device {} --worker {} --strategy {} --mesh {}{} --overlap-pieces {} --model {} --precision {} "
-      "--steps {} --warmup {} --delay-gradients {}{}{}{}",
+      "--steps {} --warmup {}{}{}{}{}",
       start, program.string(), options, a.launched.options.device, contestant, a.task.strategy, a.task.mesh.str(),
       a.task.sequence_parallel ? " --sequence-parallel" : "", a.task.overlap_pieces, a.model, a.precision, a.task.steps,
-      a.task.warmup, a.task.delayed_gradient_bytes, a.machine.empty() ? "" : " --count-tensors",
+      a.task.warmup, set, a.machine.empty() ? "" : " --count-tensors",
       a.spans.empty() ? "" : fmt::format(" --spans '{}'", a.spans),
       a.profiles && contestant == "ours" ? fmt::format(" --profile '{}'", a.task.profile) : "");
 }
@@ -148,7 +150,7 @@ bool report(const Arguments& a, const std::vector<std::string>& order, const std
                {"mesh", name == "single" ? "" : a.task.mesh.str()},
                {"sequence_parallel", a.task.sequence_parallel},
                {"overlap_pieces", a.task.overlap_pieces},
-               {"delayed_gradient_bytes_max", a.task.delayed_gradient_bytes},
+               {"set", a.task.sharding},
                {"allocator", allocator_name()},
                {"step_ms_median", median(row.step_ms)},
                {"ratio_median", median(row.ratios)},
@@ -373,10 +375,7 @@ void add_bench_command(CLI::App& app, int& exit_code) {
                    "cut our products along tp into so many pieces of the batch, each sent while the next one is multiplied")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
-  command
-      ->add_option("--delay-gradients", a->task.delayed_gradient_bytes,
-                   "ours makes gradients of weights when the next gather has started, and keeps so much for them, e.g. 64MiB")
-      ->transform(CLI::AsSizeValue(false));
+  add_sharding_options(*command, a->task.sharding);
   command->add_option("--model", a->model, "the model: gpt33m, gpt1b or tiny")->capture_default_str();
   command->add_option("--precision", a->precision, "fp32; or bf16, where parameters and sums of gradients stay in float32")
       ->check(CLI::IsMember({"fp32", "bf16"}))

@@ -29,7 +29,7 @@ constexpr double kShownAfter = 2;  // seconds
 struct Arguments {
   std::string model = "gpt(layers=12,hidden=768,heads=12,vocab=50257,positions=1024,tied=1)", mesh = "dp_shard=8";
   std::string strategy = "zero3", machine, json, calibrate, plot, draw;
-  bool sequence_parallel = false, offload = false, pieces = false, searches = false;
+  bool sequence_parallel = false, lists = false, pieces = false, searches = false;
   int64_t ranks = 8, overlap_pieces = 1;
   uint64_t memory_max = 0;
   DryRun run;
@@ -100,6 +100,10 @@ void plan_one(Arguments& a, const std::optional<Machine>& machine, JsonLines& ou
 
 void run(Arguments& a) {
   at::set_num_threads(1);
+  if (a.lists) {
+    fmt::print("{}", table_of_sharding_options());
+    return;
+  }
   if (!a.calibrate.empty()) {
     write_machine(calibrate([](const std::string& what) { fmt::print(stderr, "measuring {}\n", what); }), a.calibrate);
     fmt::print("wrote {}; `plan --machine {}` reads it\n", a.calibrate, a.calibrate);
@@ -117,11 +121,11 @@ void run(Arguments& a) {
   dry.what.strategy = chosen_strategy(a.strategy).name;
   dry.what.options.sequence_parallel = a.sequence_parallel;
   dry.what.options.overlap_pieces = a.overlap_pieces;
-  dry.what.options.offload = a.offload ? offload_pageable : offload_none;
+  const bool is_conv = dry.what.model.kind == golden::Model::Kind::conv;
   SHARD_REQUIRE(!machine || runs_without_memory(dry), "plan",
                 "--machine, --search and --plot need the operators and the memory of a step, which are not known for {}; leave "
                 "these options out, or {}",
-                a.offload ? "--offload" : "a conv", a.offload ? "--offload" : "take another model");
+                is_conv ? "a conv" : "offload", is_conv ? "take another model" : "leave offload out");
   JsonLines out(a.json);
   if (a.searches)
     find_meshes(a, *machine, out);
@@ -161,25 +165,18 @@ void add_plan_command(CLI::App& app, int& exit_code) {
       ->capture_default_str();
   command->add_option("--dtype", a->run.dtype, "the dtype of computation and reduction: float32, bf16 or fp16")
       ->capture_default_str();
-  command->add_option("--prefetch", a->run.prefetch, "how many units ahead are gathered while a unit runs")
-      ->capture_default_str();
+  add_sharding_options(*command, a->run.sharding);
+  command->add_flag("--options", a->lists, "print what --set takes, and plan nothing");
   command->add_flag("--sequence-parallel", a->sequence_parallel, "split activations along tp between layers");
   command
       ->add_option("--overlap-pieces", a->overlap_pieces,
                    "cut products of layers that tp cuts into so many pieces of the microbatch")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
-  command->add_flag("--side-by-side", a->run.side_by_side,
-                    "lay the shards of a host's ranks beside each other in its memory, so that nothing is gathered");
   command->add_flag("--recompute", a->run.recompute,
                     "keep no activations inside blocks, and compute them again in the backward");
   command->add_flag("--offload-activations", a->run.offload_activations,
                     "keep activations of units in the host's memory between their forward and their backward");
-  command
-      ->add_option("--delay-gradients", a->run.delayed_gradient_bytes,
-                   "make gradients of weights when the next gather has started, and keep so much for them, e.g. 64MiB")
-      ->transform(CLI::AsSizeValue(false));
-  command->add_flag("--offload", a->offload, "keep main parameters, optimizer state and final gradients in the host's memory");
   command->add_flag("--pieces", a->pieces, "list which elements of each parameter the rank keeps");
   add_options_of_time(command, a);
   command->add_option("--json", a->json, "also write JSON objects to this file, one a line");

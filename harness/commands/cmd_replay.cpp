@@ -36,22 +36,22 @@ struct Arguments {
 
 int report(const Case& c, const Verdict& verdict, Ranks& ranks, const std::string& path) {
   JsonLines json(path);
-  const Explanation looks_like = verdict.diverged || !may_explain(verdict) ? Explanation{} : explain(c, ranks);
+  const Explanation looks_like = verdict.diverged() || !may_explain(verdict) ? Explanation{} : explain(c, ranks);
   fmt::print("{}\n", c.str());
-  if (verdict.held)
+  if (verdict.held())
     fmt::print("HELD: {} values compared\n", verdict.values_compared);
   else
-    fmt::print("FAILED: {}\n{}", verdict.what, in_lines(looks_like));
+    fmt::print("FAILED: {}\n{}", verdict.str(), in_lines(looks_like));
   json.write({{"type", "replay"},
               {"case", c.str()},
-              {"held", verdict.held},
-              {"what", verdict.what},
+              {"held", verdict.held()},
+              {"what", verdict.str()},
               {"where", looks_like.where},
               {"first", looks_like.first},
               {"guess", looks_like.guess},
               {"values_compared", verdict.values_compared}});
   std::fflush(stdout);
-  return verdict.held ? 0 : 1;
+  return verdict.held() ? 0 : 1;
 }
 
 int run_on(shardproof::ProcessWorld& world, const Launched& launched, const Case& c, const std::string& json) {
@@ -88,15 +88,15 @@ int run_every_schedule(const Case& c, const Arguments& arguments) {
 int run_and_shrink(const Case& c, const Arguments& arguments) {
   JsonLines json(arguments.json);
   const Verdict verdict = crash_verdict(c);
-  if (verdict.held) {
+  if (verdict.held()) {
     fmt::print("{}\nno crash: in a process of its own this case ends with a verdict; replay it without --shrink\n", c.str());
     return 0;
   }
   const Shrunk shrunk = shrink_crash(c, verdict, arguments.shrink_seconds, arguments.shrink_runs);
   const std::string replay = fmt::format("{} replay '{}'", program_name(), shrunk.minimal.str());
-  fmt::print("FAILURE: {}\n  minimal  {}\n  found as {}\n  replay   {}\n", verdict.what, shrunk.minimal.str(), c.str(), replay);
+  fmt::print("FAILURE: {}\n  minimal  {}\n  found as {}\n  replay   {}\n", verdict.str(), shrunk.minimal.str(), c.str(), replay);
   json.write({{"type", "failure"},
-              {"what", verdict.what},
+              {"what", verdict.str()},
               {"case", shrunk.minimal.str()},
               {"original", c.str()},
               {"tried", shrunk.tried},

@@ -31,7 +31,7 @@ std::string describe(const TrainArguments& arguments, const TrainOptions& option
   const std::string how = std::string(options.bf16 ? ", bf16" : "") +
                           (options.recompute.empty() ? "" : ", recomputing " + options.recompute) +
                           (options.offload_activations ? ", activations on the host" : "") +
-                          (options.delayed_gradient_bytes > 0 ? ", delayed gradients" : "");
+                          (options.sharding.empty() ? "" : fmt::format(", {}", fmt::join(options.sharding, ", ")));
   return fmt::format("{} ({} parameters), {} on {}{}, {} lr={}{} clip={} seed={}", str(options.model), grouped(parameters),
                      options.strategy, options.mesh.str(), how, arguments.optimizer, arguments.lr,
                      options.schedule.kind == "constant" ? "" : " " + options.schedule.kind, options.clip_norm, options.seed);
@@ -60,7 +60,7 @@ void print_stopped(std::FILE* out, const TrainOptions& options, int64_t done) {
 
 void print_end(std::FILE* out, const TrainOptions& options, const TrainResult& result, double loss_first, double loss_last) {
   if (result.difference)
-    fmt::print(out, "NOT EQUAL to the golden run at step {}: {}\n", result.first_step + result.steps, *result.difference);
+    fmt::print(out, "NOT EQUAL to the golden run at step {}: {}\n", result.first_step + result.steps, result.difference->str());
   else if (options.check && result.steps > 0)
     fmt::print(out,
                "EQUAL in every bit to the golden run, after each of {} steps: losses, gradient norm, gradients, "

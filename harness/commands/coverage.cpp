@@ -14,10 +14,10 @@
 
 namespace harness {
 
-void Coverage::add(const Case& c, const Verdict& verdict) {
+void Coverage::add(const Case& c, const Verdict& verdict, bool passes) {
   const int64_t world = c.mesh.size();
   ++cases_;
-  failures_ += !verdict.held;
+  failures_ += !passes;
   values_compared_ += verdict.values_compared;
   ratio_max_ = std::max(ratio_max_, verdict.ratio_max);
   for (const auto& [kind, error] : verdict.smallest_found) smallest_found_[kind].push_back(error);
@@ -25,19 +25,19 @@ void Coverage::add(const Case& c, const Verdict& verdict) {
   for (const std::string& name : verdict.properties) ++properties_[name];
   Row& row = rows_[{c.strategy, to_string(c.model.kind), world}];
   ++row.cases;
-  row.failures += !verdict.held;
+  row.failures += !passes;
 
   const auto count = [&](const std::string& feature, bool present) { features_[feature] += present; };
   for (const Mode mode : modes()) count(fmt::format("mode {}", to_string(mode)), c.mode == mode);
   for (const auto kind : optimizer_kinds()) count(fmt::format("optimizer {}", to_string(kind)), c.optimizer.kind == kind);
   const CaseOptions standard;
   for (const OptionRow& option : option_rows()) {
-    const int64_t value = c.options.*option.member;
+    const int64_t value = option.of(c.options);
     if (option.names.empty()) {
-      count(option.key, value != standard.*option.member);
+      count(option.key, value != option.of(standard));
     } else {
       for (size_t i = 0; i < option.names.size(); ++i)
-        if (static_cast<int64_t>(i) != standard.*option.member)
+        if (static_cast<int64_t>(i) != option.of(standard))
           count(fmt::format("{}={}", option.key, option.names[i]), value == static_cast<int64_t>(i));
     }
   }
@@ -50,7 +50,7 @@ void Coverage::add(const Case& c, const Verdict& verdict) {
   count("clip above the norm", verdict.steps_not_clipped > 0);
   count("clip below the norm", verdict.steps_clipped > 0);
   count("step skipped by loss scaling", verdict.steps_skipped > 0);
-  count("diverged", verdict.diverged);
+  count("diverged", verdict.diverged());
   add_history(c);
   count("mesh of two axes", c.mesh.axes().size() == 2);
   count("mesh of three axes", c.mesh.axes().size() == 3);

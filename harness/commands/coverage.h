@@ -15,7 +15,8 @@ namespace harness {
 
 class Coverage {
  public:
-  void add(const Case& c, const Verdict& verdict);
+  // `passes`: it counts as no failure.
+  void add(const Case& c, const Verdict& verdict, bool passes);
 
   int64_t cases() const { return cases_; }
   int64_t failures() const { return failures_; }

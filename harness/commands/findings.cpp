@@ -68,11 +68,11 @@ void Findings::end_turn() {
 }
 
 void Findings::sort(const Case& c, const Verdict& verdict, int64_t cases) {
-  if (const auto cause = known_cause(c, kind_of_failure(verdict))) return add_alike(c, verdict, *cause);
+  if (const auto cause = known_cause(c, verdict.kind())) return add_alike(c, verdict, *cause);
   if (enough()) return;
   const Shrunk found = shrunk(c, verdict);
   const std::lock_guard telling(telling_);  // two jobs may have shrunk failures of one cause
-  if (const auto cause = known_cause(found.minimal, kind_of_failure(found.verdict))) return add_alike(c, verdict, *cause);
+  if (const auto cause = known_cause(found.minimal, found.verdict.kind())) return add_alike(c, verdict, *cause);
   if (!enough()) add_failure(c, found, cases);
 }
 
@@ -90,20 +90,17 @@ std::optional<size_t> Findings::known_cause(const Case& c, const std::string& ki
 }
 
 Verdict Findings::judge_unless_interrupted(const Case& c) const {
-  Verdict none;
-  none.held = true;
-  return interrupted_ ? none : judge_(c);
+  return interrupted_ ? held_verdict() : judge_(c);
 }
 
 Shrunk Findings::shrunk(const Case& c, const Verdict& verdict) const {
   const ShrinkBudget budget{.time = std::chrono::milliseconds(static_cast<int64_t>(options_.shrink_seconds * 1000)),
                             .runs = options_.shrink_runs,
                             .threads = [this] { return 1 + idle_; }};
-  const std::string kind = kind_of_failure(verdict);
+  const std::string kind = verdict.kind();
   return shrink(c, verdict, budget, [&](const Case& candidate) {
-    Verdict found = judge_unless_interrupted(candidate);
-    found.held |= kind_of_failure(found) != kind;  // a smaller case of another failure says nothing about this one
-    return found;
+    const Verdict found = judge_unless_interrupted(candidate);
+    return found.kind() == kind ? found : held_verdict();  // a smaller case of another failure says nothing about this one
   });
 }
 
@@ -114,7 +111,7 @@ void Findings::add_alike(const Case& c, const Verdict& verdict, size_t cause) {
   tell_({{"type", "alike"},
          {"engine", options_.engine ? options_.engine->name() : ""},
          {"case", c.str()},
-         {"what", verdict.what},
+         {"what", verdict.str()},
          {"minimal", known.minimal.str()},
          {"replay", replay_line(c, options_)}});
 }
@@ -127,17 +124,21 @@ void Findings::add_failure(const Case& c, const Shrunk& shrunk, int64_t cases) {
       interrupted_ || !may_explain(shrunk.verdict) ? Explanation{} : explain(minimal, ranks_of(options_));
   const nlohmann::json picture = draws ? to_json(picture_of(minimal, shrunk.verdict.step)) : nlohmann::json();
   nlohmann::json replicas;  // null where the run ends in an error, and of engines, which have no check
-  if (draws && shrunk.verdict.category != "error")
+  if (draws && shrunk.verdict.step >= 0)
     replicas = {{"minimal", replicas_json(minimal)}, {"original", replicas_json(c)}};
-  const std::string kind = kind_of_failure(shrunk.verdict);
-  database_.store(minimal, shrunk.verdict.what);
+  const std::string kind = shrunk.verdict.kind();
+  database_.store(minimal, shrunk.verdict.str());
   const std::lock_guard lock(mutex_);
-  failures_.push_back({c, minimal, shrunk.verdict.what, kind, looks_like, cases});
+  failures_.push_back({c, minimal, shrunk.verdict.str(), kind, looks_like, cases});
   tell_({{"type", "failure"},
          {"engine", options_.engine ? options_.engine->name() : ""},
          {"case", minimal.str()},
-         {"what", shrunk.verdict.what},
+         {"what", shrunk.verdict.str()},
          {"kind", kind},
+         {"step", shrunk.verdict.step + 1},
+         {"value", shrunk.verdict.difference.value},
+         {"tensor", shrunk.verdict.difference.tensor},
+         {"rank", shrunk.verdict.difference.rank},
          {"where", looks_like.where},
          {"first", looks_like.first},
          {"replicas", looks_like.replicas},

@@ -121,9 +121,9 @@ void simpler_model(std::vector<Case>& list, const Case& c) {
 
 void simpler_options(std::vector<Case>& list, const Case& c) {
   reset(list, c, [](Case& v) {
-    for (const OptionRow& row : option_rows()) v.options.*row.member = row.simplest;
+    for (const OptionRow& row : option_rows()) row.of(v.options) = row.simplest;
   });
-  for (const OptionRow& row : option_rows()) reset(list, c, [&](Case& v) { v.options.*row.member = row.simplest; });
+  for (const OptionRow& row : option_rows()) reset(list, c, [&](Case& v) { row.of(v.options) = row.simplest; });
   reset(list, c, [](Case& v) { v.clip_norm = 0; });
   reset(list, c, [](Case& v) { v.norm_order = 2; });
   reset(list, c, [](Case& v) { v.groups = 0; });
@@ -231,7 +231,7 @@ Shrunk shrink(const Case& failing, const Verdict& verdict, const ShrinkBudget& b
       best.tried += std::ssize(found);
       for (size_t i = 0; i < found.size(); ++i) known.insert(candidates[first + i].str());
       for (size_t i = 0; i < found.size(); ++i) {
-        if (found[i].held || found[i].category != verdict.category) continue;
+        if (!fails_alike(found[i], verdict)) continue;
         best.minimal = candidates[first + i];
         best.verdict = found[i];
         next = places[first + i];

@@ -26,7 +26,7 @@ struct ShrinkBudget {
   std::function<int64_t()> threads = nullptr;   // how many candidates may run at a time now; empty: one
 };
 
-// Greedy: takes a simpler variant that fails in the same category, until none does or the budget is spent. So another failure
+// Greedy: takes a simpler variant that fails alike (verdict.h), until none does or the budget is spent. So another failure
 // that a variant may have does not take the place of this one. Variants are tried in the order of simpler(), round and round.
 // `run` is called by several threads where the budget has them, and the result is the same as with one. It must not throw.
 Shrunk shrink(const Case& failing, const Verdict& verdict, const ShrinkBudget& budget,

@@ -14,14 +14,10 @@ Verdict crash_verdict(const Case& c) {
   const std::string program = std::filesystem::read_symlink("/proc/self/exe").string();
   const std::string output =
       output_of(fmt::format("{} replay {} 2>&1 >/dev/null", shell_word(program), shell_word(c.str()))).text;
-  Verdict verdict;
   const size_t begin = output.find(kSays);
-  verdict.held = begin == std::string::npos;
-  if (verdict.held) return verdict;
+  if (begin == std::string::npos) return held_verdict();
   const size_t name = begin + kSays.size();
-  verdict.what = fmt::format("crash ({})", output.substr(name, output.find(')', name) - name));
-  verdict.category = verdict.what;
-  return verdict;
+  return {.outcome = Verdict::Outcome::crash, .origin = output.substr(name, output.find(')', name) - name)};
 }
 
 Shrunk shrink_crash(const Case& crashing, const Verdict& verdict, double seconds, int64_t runs) {

@@ -122,10 +122,7 @@ void add_run_options(CLI::App& app, TrainArguments& a) {
                "attention only; or of the modules whose names fit a pattern");
   app.add_flag("--offload-activations", o.offload_activations,
                "keep activations of blocks in the host's memory between forward and backward");
-  app.add_option("--delay-gradients", o.delayed_gradient_bytes,
-                 "make gradients of weights when the next gather has started, and keep so much for them, e.g. 64MiB")
-      ->transform(CLI::AsSizeValue(false));
-  app.add_flag("--offload", o.offload, "keep main parameters, optimizer state and final gradients in the host's memory");
+  add_sharding_options(app, o.sharding);
   app.add_option("--arithmetic", a.arithmetic, "canonical: take sums inside the model like this too; it implies --canonical")
       ->capture_default_str();
   TrainCheckpoints& c = o.checkpoints;

@@ -132,9 +132,7 @@ class Campaign {
     if (!options_.engine) return run_case(c, ranks_of(options_));
     const Engine::Fitted fitted = options_.engine->fit(c);
     if (why_left_out(fitted).empty() && fitted.c == c) return options_.engine->run(c);
-    Verdict none;
-    none.held = true;
-    return none;
+    return held_verdict();
   }
 
   void try_drawn(const Case& c) {
@@ -191,7 +189,7 @@ class Campaign {
 
   // Of a case that held, under many schedules. What fails is run once more, so that the verdict is the one that its replay has.
   void judge_schedules(Case& c, Verdict& verdict) {
-    if (options_.schedules == 0 || !verdict.held || c.interleaving) return;
+    if (options_.schedules == 0 || !verdict.held() || c.interleaving) return;
     const Schedules found = try_schedules(c, options_.schedules);
     {
       const std::lock_guard lock(mutex_);
@@ -201,10 +199,9 @@ class Campaign {
     if (!found.failing) return;
     c.interleaving = found.failing;
     verdict = judge(c);
-    if (!verdict.held) return;
-    verdict.held = false;
-    verdict.category = "schedule";
-    verdict.what = fmt::format("schedule: it fails once and then holds: {}", found.what);
+    if (!verdict.held()) return;
+    verdict.outcome = Verdict::Outcome::schedule;
+    verdict.says = fmt::format("it fails once and then holds: {}", found.what);
   }
 
   void try_case(Case c, bool is_replay) {
@@ -212,15 +209,15 @@ class Campaign {
     const auto start = std::chrono::steady_clock::now();
     Verdict verdict = judge(c);
     judge_schedules(c, verdict);
-    verdict.held |= verdict.diverged && !is_replay;  // not a random case's fault
+    const bool passes = verdict.held() || (verdict.diverged() && !is_replay);  // not a random case's fault
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     int64_t cases = 0;
     {
       const std::lock_guard lock(mutex_);
-      result_.coverage.add(c, verdict);
+      result_.coverage.add(c, verdict, passes);
       cases = result_.coverage.cases();
       nlohmann::json line = {
-          {"type", "case"}, {"case", c.str()}, {"held", verdict.held}, {"seconds", seconds}, {"cases", cases}};
+          {"type", "case"}, {"case", c.str()}, {"held", passes}, {"seconds", seconds}, {"cases", cases}};
       if (c.mode == Mode::fast) {
         line["ratio"] = verdict.ratio_max;
         line["precision"] = c.options.compute == fp32 ? "float32" : "low precision";
@@ -228,9 +225,9 @@ class Campaign {
       if (options_.engine) line["engine"] = options_.engine->name();
       tell(line);
       say(c, verdict, seconds);
-      if (is_replay && verdict.held) failures_.forget(c);
+      if (is_replay && passes) failures_.forget(c);
     }
-    if (verdict.held) return;
+    if (passes) return;
     findings_.add(c, verdict, cases);
   }
 
@@ -238,7 +235,7 @@ class Campaign {
   void say(const Case& c, const Verdict& verdict, double seconds) {
     if (verbosity() != Verbosity::verbose) return;
     progress_.clear();
-    fmt::print(stderr, "{} {:>6.2f} s  {}\n", verdict.diverged ? "diverged" : verdict.held ? "held    " : "FAILED  ", seconds,
+    fmt::print(stderr, "{} {:>6.2f} s  {}\n", verdict.diverged() ? "diverged" : verdict.held() ? "held    " : "FAILED  ", seconds,
                c.str());
   }
 

@@ -46,7 +46,7 @@ Copies copies_of(const Case& c) {
   };
   return {.holders = holders(false),
           .holders_of_small = holders(true),
-          .keep_whole = c.options.keep_whole,
+          .keep_whole = c.options.of("keep_whole_numel_max"),
           .compute = canonical                   ? at::kDouble
                      : c.options.compute == bf16 ? at::kBFloat16
                      : c.options.compute == fp16 ? at::kHalf
@@ -71,7 +71,7 @@ std::vector<int64_t> Copies::of(const std::string& parameter, int64_t numel, int
   return copies;
 }
 
-std::optional<std::string> tensor_kinds(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies,
+std::optional<Difference> tensor_kinds(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies,
                                         std::vector<TensorKind>& kinds) {
   const auto kind = [&](const std::string& name, golden::Named tensors, int64_t Holders::* held) {
     TensorKind made{name, std::move(tensors), {}, {}};
@@ -97,7 +97,7 @@ std::optional<std::string> tensor_kinds(const golden::StepTrace& golden, const s
       const auto& states = ranks[rank].state;
       const auto found =
           std::find_if(states.begin(), states.end(), [&name = name](const auto& item) { return item.first == name; });
-      if (found == states.end()) return fmt::format("optimizer state {} on rank {}: there is none", name, rank);
+      if (found == states.end()) return number_on(rank, "optimizer state " + name, "there is none");
       state.pieces.push_back(&found->second);
     }
     if (!values.empty()) kinds.push_back(std::move(state));
@@ -106,16 +106,17 @@ std::optional<std::string> tensor_kinds(const golden::StepTrace& golden, const s
     for (const auto& [name, pieces] : ranks[rank].state) {
       const bool known = std::any_of(golden.state.begin(), golden.state.end(),
                                      [&name = name](const auto& item) { return item.first == name; });
-      if (!known && !pieces.empty()) return fmt::format("optimizer state {} on rank {}: the golden run has none", name, rank);
+      if (!known && !pieces.empty()) return number_on(rank, "optimizer state " + name, "the golden run has none");
     }
   kinds.push_back(std::move(parameters));
   if (copies.compute != at::kFloat && copies.compute_parameters) kinds.push_back(std::move(rounded));
   return {};
 }
 
-std::optional<std::string> sort_pieces(const TensorKind& kind, std::vector<std::vector<HeldPiece>>& sorted) {
+std::optional<Difference> sort_pieces(const TensorKind& kind, std::vector<std::vector<HeldPiece>>& sorted) {
   const golden::Named& golden = kind.golden;
-  if (golden.empty()) return fmt::format("{}: the golden run has no tensors, so nothing would be compared", kind.name);
+  if (golden.empty())
+    return Difference{.value = kind.name, .says = "the golden run has no tensors, so nothing would be compared"};
   sorted.assign(golden.size(), {});
   for (size_t rank = 0; rank < kind.pieces.size(); ++rank) {
     size_t at = 0;  // pieces mostly come in the golden order
@@ -123,11 +124,12 @@ std::optional<std::string> sort_pieces(const TensorKind& kind, std::vector<std::
       size_t tried = 0;
       for (; tried < golden.size() && golden[at].first != piece.name; ++tried) at = (at + 1) % golden.size();
       if (tried == golden.size())
-        return fmt::format("{} of {} on rank {}: the golden run has none", kind.name, piece.name, rank);
+        return element_on(rank, kind.name, piece.name, "", "the golden run has none");
       if (!fits(piece, golden[at].second))
-        return fmt::format("{} of {} on rank {}: {} values for the elements [{}, {}) of [{}] do not fit into [{}]", kind.name,
-                           piece.name, rank, piece.data.numel(), piece.run.begin, piece.run.end, fmt::join(piece.shape, ", "),
-                           fmt::join(golden[at].second.sizes(), ", "));
+        return element_on(rank, kind.name, piece.name, "",
+                          fmt::format("{} values for the elements [{}, {}) of [{}] do not fit into [{}]", piece.data.numel(),
+                                      piece.run.begin, piece.run.end, fmt::join(piece.shape, ", "),
+                                      fmt::join(golden[at].second.sizes(), ", ")));
       sorted[at].push_back({rank, &piece});
     }
   }
@@ -142,11 +144,18 @@ std::optional<std::string> sort_pieces(const TensorKind& kind, std::vector<std::
       return !miscounted(runs, tensor.numel(), copies);
     });
     if (miscount && !as_others)
-      return fmt::format("{} of {}, element {}: held by {} ranks, not by {}", kind.name, name,
-                         index_of(miscount->element, tensor), miscount->copies == 0 ? "no" : std::to_string(miscount->copies),
-                         fmt::join(allowed, " or "));
+      return Difference{.value = kind.name,
+                        .tensor = name,
+                        .element = index_of(miscount->element, tensor),
+                        .says = fmt::format("held by {} ranks, not by {}",
+                                            miscount->copies == 0 ? "no" : std::to_string(miscount->copies),
+                                            fmt::join(allowed, " or "))};
   }
   return {};
+}
+
+Difference other_rounds(size_t rank, size_t rounds, size_t golden_rounds) {
+  return number_on(rank, "loss", fmt::format("there are {} rounds, the golden run has {}", rounds, golden_rounds));
 }
 
 std::optional<Miscount> miscounted(const std::vector<Interval>& runs, int64_t length, int64_t copies) {

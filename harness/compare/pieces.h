@@ -10,6 +10,7 @@
 
 #include "golden/golden.h"
 #include "harness/case/case.h"
+#include "harness/compare/difference.h"
 #include "harness/compare/step_exchange.h"
 
 namespace harness {
@@ -59,14 +60,16 @@ struct HeldPiece {
   const shardproof::Piece* piece = nullptr;
 };
 
-// In the order in which a step makes them: gradients, state, parameters. Instead, in words, what one side has and the
-// other lacks.
-std::optional<std::string> tensor_kinds(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies,
+// In the order in which a step makes them: gradients, state, parameters. Instead what one side has and the other lacks.
+std::optional<Difference> tensor_kinds(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies,
                                         std::vector<TensorKind>& kinds);
 
-// The pieces of each tensor, in the golden order. Instead, in words, what is wrong with them: a rank holds a piece that
+// The pieces of each tensor, in the golden order. Instead what is wrong with them: a rank holds a piece that
 // does not fit, or an element is held by more or fewer ranks than it should be.
-std::optional<std::string> sort_pieces(const TensorKind& kind, std::vector<std::vector<HeldPiece>>& sorted);
+std::optional<Difference> sort_pieces(const TensorKind& kind, std::vector<std::vector<HeldPiece>>& sorted);
+
+// A rank that has losses of another number of rounds.
+Difference other_rounds(size_t rank, size_t rounds, size_t golden_rounds);
 
 // Of elements [0, length) that should lie in `copies` of the runs each, the first that does not, and in how many it lies.
 struct Miscount {

@@ -10,7 +10,7 @@
 namespace harness {
 namespace {
 
-using Difference = std::optional<std::string>;
+using Found = std::optional<Difference>;
 
 template <class Bits, class Float>
 bool same(Float golden, Float sharded) {
@@ -23,41 +23,42 @@ std::string both(Float golden, Float sharded) {
                      sharded, std::bit_cast<Bits>(sharded));
 }
 
-Difference evaluations(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies,
+Found evaluations(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies,
                        int64_t* compared) {
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     const std::vector<double>& sharded = ranks[rank].evaluated;
     if (sharded.empty() != golden.evaluated.empty())
-      return fmt::format("evaluation on rank {}: only the {} run has one", rank, sharded.empty() ? "golden" : "sharded");
+      return number_on(rank, "evaluation", fmt::format("only the {} run has one", sharded.empty() ? "golden" : "sharded"));
     if (sharded.empty()) continue;
     ++*compared;
     const double expected = golden.evaluated.at(copies.data_rank(rank));
     if (!same<uint64_t>(expected, sharded[0]))
-      return fmt::format("evaluation on rank {}: {}", rank, both<uint64_t>(expected, sharded[0]));
+      return number_on(rank, "evaluation", both<uint64_t>(expected, sharded[0]));
   }
   return {};
 }
 
-Difference losses(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies,
+Found losses(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies,
                   int64_t* compared) {
   for (size_t rank = 0; rank < ranks.size(); ++rank)
     if (ranks[rank].losses.size() != golden.losses.size())
-      return fmt::format("loss of rank {}: there are {} rounds, the golden run has {}", rank, ranks[rank].losses.size(),
-                         golden.losses.size());
+      return other_rounds(rank, ranks[rank].losses.size(), golden.losses.size());
   for (size_t round = 0; round < golden.losses.size(); ++round)
     for (size_t rank = 0; rank < ranks.size(); ++rank, ++*compared) {
       const double expected = golden.losses[round].at(copies.data_rank(rank));
-      if (!same<uint64_t>(expected, ranks[rank].losses[round]))
-        return fmt::format("loss of rank {}, round {}: {}", rank, round, both<uint64_t>(expected, ranks[rank].losses[round]));
+      if (same<uint64_t>(expected, ranks[rank].losses[round])) continue;
+      Difference difference = number_on(rank, "loss", both<uint64_t>(expected, ranks[rank].losses[round]));
+      difference.round = static_cast<int64_t>(round);
+      return difference;
     }
   for (size_t rank = 0; rank < ranks.size(); ++rank)
     if (ranks[rank].skipped != golden.skipped || ranks[rank].loss_scale != golden.loss_scale)
-      return fmt::format("loss scale on rank {}: golden {}{}, sharded {}{}", rank, golden.loss_scale,
-                         golden.skipped ? ", skipped" : "", ranks[rank].loss_scale, ranks[rank].skipped ? ", skipped" : "");
+      return number_on(rank, "loss scale",
+                       fmt::format("golden {}{}, sharded {}{}", golden.loss_scale, golden.skipped ? ", skipped" : "",
+                                   ranks[rank].loss_scale, ranks[rank].skipped ? ", skipped" : ""));
   for (size_t rank = 0; rank < ranks.size(); ++rank, ++*compared)
     if (!same<uint64_t>(golden.gradient_norm, ranks[rank].gradient_norm))
-      return fmt::format("gradient norm on rank {}: {}", rank,
-                         both<uint64_t>(golden.gradient_norm, ranks[rank].gradient_norm));
+      return number_on(rank, "gradient norm", both<uint64_t>(golden.gradient_norm, ranks[rank].gradient_norm));
   return {};
 }
 
@@ -73,7 +74,7 @@ int64_t first_difference(const float* golden, const float* sharded, int64_t leng
 }
 
 // The lowest element that differs on any rank.
-Difference tensor(const TensorKind& kind, const std::string& name, const at::Tensor& golden,
+Found tensor(const TensorKind& kind, const std::string& name, const at::Tensor& golden,
                   const std::vector<HeldPiece>& pieces, bool zeros_alike, int64_t* compared) {
   const at::Tensor whole = golden.contiguous();
   const float* values = whole.const_data_ptr<float>();
@@ -88,30 +89,30 @@ Difference tensor(const TensorKind& kind, const std::string& name, const at::Ten
   }
   if (!worst) return {};
   const float sharded = worst->piece->data.const_data_ptr<float>()[element - worst->piece->run.begin];
-  return fmt::format("{} of {}, element {}, on rank {}: {}", kind.name, name, index_of(element, whole), worst->rank,
-                     both<uint32_t>(values[element], sharded));
+  return element_on(worst->rank, kind.name, name, index_of(element, whole), both<uint32_t>(values[element], sharded));
 }
 
-Difference buffers(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies,
+Found buffers(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies,
                    int64_t* compared) {
   for (size_t rank = 0; rank < ranks.size() && !golden.buffers.empty(); ++rank)
     for (const auto& [name, expected] : golden.buffers.at(copies.data_rank(rank))) {
       const auto held = std::ranges::find(ranks[rank].buffers, name, [](const auto& item) { return item.first; });
-      if (held == ranks[rank].buffers.end()) return fmt::format("buffer {} on rank {}: the sharded run has none", name, rank);
+      if (held == ranks[rank].buffers.end())
+        return element_on(rank, "buffer", name, "", "the sharded run has none");
       const float* values = expected.const_data_ptr<float>();
       const float* sharded = held->second.const_data_ptr<float>();
       const int64_t element = first_difference(values, sharded, expected.numel(), /*zeros_alike=*/false);
       *compared += expected.numel();
       if (element < expected.numel())
-        return fmt::format("buffer {}, element {}, on rank {}: {}", name, index_of(element, expected), rank,
-                           both<uint32_t>(values[element], sharded[element]));
+        return element_on(rank, "buffer", name, index_of(element, expected),
+                          both<uint32_t>(values[element], sharded[element]));
     }
   return {};
 }
 
 }  // namespace
 
-Difference first_difference(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies,
+Found first_difference(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies,
                             int64_t* compared) {
   if (copies.buffers)
     if (auto difference = evaluations(golden, ranks, copies, compared)) return difference;

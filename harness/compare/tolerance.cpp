@@ -8,7 +8,7 @@
 namespace harness {
 namespace {
 
-using Difference = std::optional<std::string>;
+using Found = std::optional<Difference>;
 using Values = std::vector<double>;
 using Traces = std::vector<const golden::StepTrace*>;
 
@@ -66,18 +66,19 @@ class Judge {
         ratio, kToleranceFactor);
   }
 
-  Difference scalar(const std::string& what, double truth, const Values& references, double sharded) {
+  Found scalar(Difference difference, double truth, const Values& references, double sharded) {
     ++*compared_;
     double reference = 0;
     for (const double value : references) reference = std::max(reference, std::abs(value - truth));
     const std::string far = too_far(std::abs(sharded - truth), reference, floor_ * std::abs(truth), std::abs(truth));
     if (far.empty()) return {};
-    return fmt::format("{}: truth {:.17g}, golden {:.17g}, sharded {:.17g}: {}", what, truth, references[0], sharded, far);
+    difference.says = fmt::format("truth {:.17g}, golden {:.17g}, sharded {:.17g}: {}", truth, references[0], sharded, far);
+    return difference;
   }
 
   // `before`: what the step began with, where it only changes something. `kind_size`: of all tensors of the kind. `gradient`:
   // of the same parameter, in the truth; and the size of all gradients.
-  Difference tensor(const std::string& what, const at::Tensor& whole, const at::Tensor& before, double kind_size,
+  Found tensor(const std::string& kind, const std::string& name, const at::Tensor& whole, const at::Tensor& before, double kind_size,
                     const at::Tensor& gradient, double gradients_size, const std::vector<Values>& references,
                     const std::vector<HeldPiece>& pieces) {
     const Values truth = doubles(whole);
@@ -96,9 +97,9 @@ class Judge {
     const std::string far = too_far(norm(farthest.distances), reference, least, size);
     if (far.empty()) return {};
     const auto at = static_cast<size_t>(farthest.element);
-    return fmt::format("{}, element {}, on rank {}: truth {:.17g}, golden {:.9g}, sharded {:.9g}: {}", what,
-                       index_of(farthest.element, whole), farthest.held->rank, truth[at], references[0][at], farthest.value(),
-                       far);
+    return element_on(farthest.held->rank, kind, name, index_of(farthest.element, whole),
+                      fmt::format("truth {:.17g}, golden {:.9g}, sharded {:.9g}: {}", truth[at], references[0][at],
+                                  farthest.value(), far));
   }
 
   // How much of a gradient of that size, and of what follows from it, the spacing of numbers around zero may be.
@@ -123,7 +124,7 @@ class Judge {
   int64_t* compared_;
 };
 
-Difference scalars(Judge& judge, const golden::StepTrace& truth, const Traces& references, const std::vector<RankStep>& ranks,
+Found scalars(Judge& judge, const golden::StepTrace& truth, const Traces& references, const std::vector<RankStep>& ranks,
                    const Copies& copies) {
   const auto of_references = [&](const auto& value_of) {
     Values values;
@@ -132,27 +133,26 @@ Difference scalars(Judge& judge, const golden::StepTrace& truth, const Traces& r
   };
   for (size_t rank = 0; rank < ranks.size(); ++rank)
     if (ranks[rank].losses.size() != truth.losses.size())
-      return fmt::format("loss of rank {}: there are {} rounds, the golden run has {}", rank, ranks[rank].losses.size(),
-                         truth.losses.size());
+      return other_rounds(rank, ranks[rank].losses.size(), truth.losses.size());
   for (size_t round = 0; round < truth.losses.size(); ++round)
     for (size_t rank = 0; rank < ranks.size(); ++rank) {
       const auto loss = [&](const golden::StepTrace& trace) { return trace.losses[round].at(copies.data_rank(rank)); };
-      if (auto difference = judge.scalar(fmt::format("loss of rank {}, round {}", rank, round), loss(truth),
-                                         of_references(loss), ranks[rank].losses[round]))
-        return difference;
+      Difference what = number_on(rank, "loss", "");
+      what.round = static_cast<int64_t>(round);
+      if (auto difference = judge.scalar(what, loss(truth), of_references(loss), ranks[rank].losses[round])) return difference;
     }
   for (size_t rank = 0; rank < ranks.size() && copies.buffers; ++rank) {
     if (ranks[rank].evaluated.empty() != truth.evaluated.empty())
-      return fmt::format("evaluation on rank {}: one run has it, and one has not", rank);
+      return number_on(rank, "evaluation", "one run has it, and one has not");
     if (truth.evaluated.empty()) continue;
     const auto evaluated = [&](const golden::StepTrace& trace) { return trace.evaluated.at(copies.data_rank(rank)); };
-    if (auto difference = judge.scalar(fmt::format("evaluation on rank {}", rank), evaluated(truth), of_references(evaluated),
+    if (auto difference = judge.scalar(number_on(rank, "evaluation", ""), evaluated(truth), of_references(evaluated),
                                        ranks[rank].evaluated[0]))
       return difference;
   }
   const auto gradient_norm = [](const golden::StepTrace& trace) { return trace.gradient_norm; };
   for (size_t rank = 0; rank < ranks.size(); ++rank)
-    if (auto difference = judge.scalar(fmt::format("gradient norm on rank {}", rank), truth.gradient_norm,
+    if (auto difference = judge.scalar(number_on(rank, "gradient norm", ""), truth.gradient_norm,
                                        of_references(gradient_norm), ranks[rank].gradient_norm))
       return difference;
   return {};
@@ -167,7 +167,7 @@ at::Tensor gradient_of(const golden::StepTrace& trace, const std::string& parame
 
 }  // namespace
 
-Difference first_beyond_tolerance(const golden::StepTrace& truth, const golden::Named& before, const Traces& references,
+Found first_beyond_tolerance(const golden::StepTrace& truth, const golden::Named& before, const Traces& references,
                                   const std::vector<RankStep>& ranks, Copies copies, double* ratio_max, int64_t* compared) {
   Judge judge(copies.compute, ratio_max, compared);
   if (auto difference = scalars(judge, truth, references, ranks, copies)) return difference;
@@ -190,7 +190,7 @@ Difference first_beyond_tolerance(const golden::StepTrace& truth, const golden::
       const auto& [name, whole] = kinds[k].golden[i];
       std::vector<Values> of_references;
       for (const auto& trace_kinds : reference_kinds) of_references.push_back(doubles(trace_kinds[k].golden.at(i).second));
-      if (auto difference = judge.tensor(fmt::format("{} of {}", kinds[k].name, name), whole, start_of(i), kind_size,
+      if (auto difference = judge.tensor(kinds[k].name, name, whole, start_of(i), kind_size,
                                          gradient_of(truth, name), gradients_size, of_references, sorted[i]))
         return difference;
     }

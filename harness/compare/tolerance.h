@@ -15,6 +15,7 @@
 
 #include "golden/golden.h"
 #include "harness/compare/pieces.h"
+#include "harness/compare/difference.h"
 #include "harness/compare/step_exchange.h"
 
 namespace harness {
@@ -34,11 +35,11 @@ constexpr double spacing_around_zero(at::ScalarType compute) {
   return compute == at::kHalf ? 0x1p-24 : 0;
 }
 
-// The first tensor of the step that is too far off, in words (what, the worst element, its rank, the values, how far), or
-// nothing. `ratio_max` grows to the largest ratio of distances seen. Of each element the rank that is farthest off counts;
-// pieces must tile every tensor as in `first_difference`, and what is not finite is never near. Adds the number of values
-// compared to `*compared`. `before`: parameters of the truth before the step.
-std::optional<std::string> first_beyond_tolerance(const golden::StepTrace& truth, const golden::Named& before,
+// The first tensor of the step that is too far off, with its worst element, or nothing. `ratio_max` grows to the largest ratio
+// of distances seen. Of each element the rank that is farthest off counts; pieces must tile every tensor as in
+// `first_difference`, and what is not finite is never near. Adds the number of values compared to `*compared`. `before`:
+// parameters of the truth before the step.
+std::optional<Difference> first_beyond_tolerance(const golden::StepTrace& truth, const golden::Named& before,
                                                   const std::vector<const golden::StepTrace*>& references,
                                                   const std::vector<RankStep>& ranks, Copies copies, double* ratio_max,
                                                   int64_t* compared);

@@ -12,6 +12,7 @@
 #include "harness/case/parallel.h"
 #include "shardproof/base/check.h"
 #include "shardproof/nn/meta_init.h"
+#include "shardproof/sharding/named_options.h"
 #include "shardproof/shardproof.h"
 
 namespace harness {
@@ -26,10 +27,16 @@ at::ScalarType dtype_of(const std::string& name) {
   return found->second;
 }
 
+ShardOptions named_in(const DryRun& options) {
+  ShardOptions named;
+  set_options(named, options.sharding);
+  return named;
+}
+
 // LibTorch has no convolution without memory, and no copy between memory and none, as an optimizer on the host needs it.
 c10::Device device_of(const DryRun& options) {
   const bool needs_memory =
-      options.what.model.kind == golden::Model::Kind::conv || options.what.options.offload != offload_none;
+      options.what.model.kind == golden::Model::Kind::conv || named_in(options).offload != Offload::none;
   return needs_memory ? at::kCPU : at::kMeta;
 }
 
@@ -58,17 +65,13 @@ golden::Microbatch zeros(const DryRun& options, c10::Device device) {
 }
 
 ShardOptions shard_options(const DryRun& options, const Network& network, c10::Device device) {
-  ShardOptions shard;
+  ShardOptions shard = named_in(options);
   shard.strategy = strategy(options.what.strategy);
-  shard.offload = options.what.options.offload == offload_none ? Offload::none : Offload::pageable;
   std::unordered_set<const torch::nn::Module*> parts;
   for (const auto& part : network.parts) parts.insert(part.get());
   shard.units = [parts](const std::string&, const torch::nn::Module& module) { return parts.contains(&module); };
   const at::ScalarType dtype = dtype_of(options.dtype);
   shard.device = device;
-  if (options.side_by_side) shard.gather = Gather::side_by_side;
-  shard.prefetch_forward = shard.prefetch_backward = options.prefetch;
-  shard.delayed_gradient_bytes_max = options.delayed_gradient_bytes;
   if (options.recompute)
     shard.recompute = [](const std::string&, const torch::nn::Module& module) {
       return module.as<GptBlockImpl>() || module.as<LlamaLayerImpl>();
@@ -126,9 +129,9 @@ DryRunResult dry_run(const DryRun& options) {
                 to_string(c.model.kind));
   SHARD_REQUIRE(c.tensor_ranks() == 1 || c.model.of_tokens() || c.model.kind == golden::Model::Kind::mlp, "plan",
                 "a {} has no plan for tp={}; a gpt, llama or mlp has", to_string(c.model.kind), c.tensor_ranks());
-  SHARD_REQUIRE(!options.side_by_side || runs_without_memory(options), "plan",
-                "--side-by-side needs a step without memory, which there is not for {}",
-                c.model.kind == golden::Model::Kind::conv ? "a conv" : "--offload");
+  SHARD_REQUIRE(named_in(options).gather == Gather::copied || runs_without_memory(options), "plan",
+                "gather=side_by_side needs a step without memory, which there is not for {}",
+                c.model.kind == golden::Model::Kind::conv ? "a conv" : "offload");
   const DryStep step{
       .mesh = c.mesh, .rank = options.rank, .rounds = options.rounds, .saves = options.saves, .shown = options.shown};
   DryRunResult result =

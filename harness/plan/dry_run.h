@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "harness/case/case.h"
 #include "harness/plan/dry_step.h"
@@ -11,17 +12,15 @@
 namespace harness {
 
 struct DryRun {
-  Case what;  // model, mesh, strategy, offload and parallel options
+  Case what;  // model, mesh, strategy and parallel options
   int64_t rank = 0;
   int64_t rounds = 1;             // microbatches of the step
   int64_t samples = 1;            // of a microbatch
   int64_t length = 0;             // of a sequence; 0: as long as the model takes
   std::string dtype = "float32";  // to compute and reduce gradients in; main parameters stay float32
-  int64_t prefetch = 0;           // units that are gathered ahead
   bool recompute = false;         // blocks of a gpt or a llama keep no activations
-  bool side_by_side = false;      // shards lie beside each other in the memory of a host (Gather::side_by_side)
   bool offload_activations = false;  // those of units lie in the host's memory between forward and backward
-  int64_t delayed_gradient_bytes = 0;  // of what delayed gradients are made of, at most; 0: none is delayed
+  std::vector<std::string> sharding = {};  // options of fully_shard (shardproof/sharding/named_options.h), "name=value"
   bool saves = false;             // plan a checkpoint, too
   std::function<void(double fraction, const std::string& what)> shown = {};  // hears how far a long run is
 };

@@ -11,6 +11,7 @@
 #include "harness/case/problem.h"
 #include "harness/compare/pieces.h"
 #include "harness/run/beside_program.h"
+#include "harness/run/message.h"
 #include "harness/run/sharded_run.h"
 #include "shardproof/base/check.h"
 
@@ -199,10 +200,8 @@ class EngineRanks final : public Ranks {
   EngineRanks(Abilities engine, const char* ranks) : engine_(std::move(engine)), ranks_(ranks) {}
 
   Steps train(const Case& c, const golden::Run& run) override {
-    const golden::EngineTrace trace =
-        golden::train_in_engine({.package = package_folder(), .setup = setup_of(engine_, c, ranks_), .run = &run});
     Steps steps;
-    for (const auto& held : trace) {
+    for (const auto& held : train_in_engine(c, run)) {
       std::vector<RankStep>& step = steps.emplace_back();
       for (const golden::StepTrace& rank : held) step.push_back(to_rank_step(rank));
       require_finite(steps.size() - 1, step);
@@ -222,6 +221,20 @@ class EngineRanks final : public Ranks {
   bool is_library() const override { return false; }
 
  private:
+  golden::EngineTrace train_in_engine(const Case& c, const golden::Run& run) const {
+    try {
+      return golden::train_in_engine({.package = package_folder(), .setup = setup_of(engine_, c, ranks_), .run = &run});
+    } catch (const golden::EnvironmentError&) {
+      throw;
+    } catch (const std::exception& error) {
+      // What ranks raised stands behind who they are.
+      static const std::string kRaised = " raised: ";
+      const std::string text = message_of(error);
+      const size_t raised = text.find(kRaised);
+      throw shardproof::Error(text, words_of(raised == std::string::npos ? text : text.substr(raised + kRaised.size())));
+    }
+  }
+
   // As the library does by itself.
   static void require_finite(size_t step, const std::vector<RankStep>& ranks) {
     for (size_t rank = 0; rank < ranks.size(); ++rank) {
@@ -275,7 +288,7 @@ Engine::Fitted Engine::fit(const Case& drawn) const {
 
 Verdict Engine::run(const Case& c) const {
   const Verdict verdict = run_case(c, *threads_);
-  return verdict.held || verdict.diverged ? verdict : run_case(c, *processes_);
+  return verdict.held() || verdict.diverged() ? verdict : run_case(c, *processes_);
 }
 
 }  // namespace harness

@@ -189,7 +189,7 @@ void add_modules(const Failing& failing, Told& told) {
 
 // For an error, which leaves no values to compare, and for values that nothing explains.
 std::string guess_of_waits(const Case& c, const Ranks& ranks) {
-  if (&ranks != &thread_ranks() || c.largest_world() == 1 || !run_case(c, awaited_ranks()).held) return "";
+  if (&ranks != &thread_ranks() || c.largest_world() == 1 || !run_case(c, awaited_ranks()).held()) return "";
   return "the case holds when each collective is waited for at once, so something is probably used before the collective that "
          "brings it is over";
 }
@@ -212,7 +212,7 @@ std::string in_lines(const Explanation& explanation) {
 }
 
 bool may_explain(const Verdict& verdict) {
-  return !verdict.held && (verdict.step >= 0 || verdict.category == "error");
+  return verdict.outcome == Verdict::Outcome::values || verdict.outcome == Verdict::Outcome::error;
 }
 
 Explanation explain(const Case& c, Ranks& ranks) {

@@ -15,7 +15,7 @@ namespace harness {
 using shardproof::Comm;
 
 Steps ProcessRanks::train_part(Case c, const golden::Run& run, CaseCheckpoints& checkpoints, Comm& comm) const {
-  if (!shares_memory_) c.options.side_by_side = 0;
+  if (!shares_memory_) c.options.set("gather", "copied");
   const auto run_world = [&](const Case& now, const RankBody& body) {
     const bool takes_part = comm.rank() < now.mesh.size();
     const auto members = comm.split(takes_part ? 0 : -1, 0, "world");

@@ -23,15 +23,13 @@
 namespace harness {
 namespace {
 
-using Difference = std::optional<std::string>;
+using Found = std::optional<Difference>;
 
 constexpr int64_t kJitteredRuns = 3;
 // One number of an unsharded run is near the truth by luck, and of few runs all may be. Where the sharded run is too far off,
 // and by no more than luck may be, so many runs more are asked before it is called wrong.
 constexpr int64_t kMoreRuns = 12;
 constexpr double kLuckMax = 8 * kToleranceFactor;
-
-std::string first_word(const std::string& text) { return text.substr(0, text.find_first_of(" :")); }
 
 // The same run with its rounds added up in another order. None where no step has several rounds: that run has the same bits.
 std::optional<golden::Run> with_other_reductions(golden::Run run) {
@@ -76,7 +74,7 @@ class Reference {
   }
 
   // With `may_doubt` more unsharded runs are asked before a difference that may be luck is told.
-  Difference difference(size_t step, const std::vector<RankStep>& ranks, Verdict& verdict, bool may_doubt = false) const {
+  Found difference(size_t step, const std::vector<RankStep>& ranks, Verdict& verdict, bool may_doubt = false) const {
     if (truth_.empty()) return first_difference(trace_[step], ranks, copies_[step], &verdict.values_compared);
     Compared compared = within_tolerance(step, ranks);
     const bool is_doubt = compared.ratio > kToleranceFactor && compared.ratio <= kLuckMax;
@@ -101,7 +99,7 @@ class Reference {
 
  private:
   struct Compared {
-    Difference difference;
+    Found difference;
     double ratio = 0;
     int64_t values = 0;
   };
@@ -191,8 +189,9 @@ bool has_complaint(const FinishedRun& run, Verdict& verdict) {
   verdict.properties = asked_about(run.c);
   const std::optional<PropertyComplaint> complaint = first_complaint(run);
   if (!complaint) return false;
-  verdict.category = fmt::format("property {}", complaint->property);
-  verdict.what = fmt::format("{}: {}", verdict.category, complaint->what);
+  verdict.outcome = Verdict::Outcome::property;
+  verdict.origin = complaint->property;
+  verdict.says = complaint->what;
   return true;
 }
 
@@ -204,8 +203,8 @@ bool has_other_bits_without_its_schedule(const Case& c, const golden::Run& run, 
   without.interleaving.reset();
   const auto change = first_change(ranks.train(without, run), sharded);
   if (!change) return false;
-  verdict.category = "schedule";
-  verdict.what = fmt::format("schedule: without {} other bits in {}", c.interleaving->str(), *change);
+  verdict.outcome = Verdict::Outcome::schedule;
+  verdict.says = fmt::format("without {} other bits in {}", c.interleaving->str(), *change);
   return true;
 }
 
@@ -216,8 +215,8 @@ void compare(const Case& c, const golden::Run& run, const Reference& reference, 
     if (c.clip_norm > 0)
       ++(reference.trace()[step].gradient_norm > c.clip_norm ? verdict.steps_clipped : verdict.steps_not_clipped);
     if (auto difference = reference.difference(step, sharded[step], verdict, /*may_doubt=*/true)) {
-      verdict.category = first_word(*difference);
-      verdict.what = fmt::format("step {}: {}", step + 1, *difference);
+      verdict.outcome = Verdict::Outcome::values;
+      verdict.difference = *difference;
       verdict.step = static_cast<int64_t>(step);
       return;
     }
@@ -230,10 +229,10 @@ void compare(const Case& c, const golden::Run& run, const Reference& reference, 
   plant_change(c, reference.best_known_parameter(last), sharded.back());
   Verdict control;
   if (reference.difference(last, sharded.back(), control)) {
-    verdict.held = true;
+    verdict.outcome = Verdict::Outcome::held;
   } else {
-    verdict.category = "control";
-    verdict.what = "control: a planted change of a parameter after the last step was not noticed";
+    verdict.outcome = Verdict::Outcome::control;
+    verdict.says = "a planted change of a parameter after the last step was not noticed";
   }
 }
 
@@ -252,9 +251,9 @@ void compare_until_divergence(Case c, golden::Run run, size_t steps, Ranks& rank
   std::string refusal;
   try {
     ranks.train(c, run);
-    verdict.category = "error";
-    verdict.what =
-        fmt::format("error: the unsharded run is not finite in step {}, and the sharded run did not notice", steps + 1);
+    verdict.outcome = Verdict::Outcome::error;
+    verdict.origin = "not noticed";
+    verdict.says = fmt::format("the unsharded run is not finite in step {}, and the sharded run did not notice", steps + 1);
     return;
   } catch (const shardproof::NonFiniteError& error) {
     refusal = message_of(error);
@@ -263,12 +262,10 @@ void compare_until_divergence(Case c, golden::Run run, size_t steps, Ranks& rank
     c.steps.resize(steps);
     run.steps.resize(steps);
     compare(c, run, Reference(c, run, ranks), ranks, verdict);
-    if (!verdict.held) return;
+    if (!verdict.held()) return;
   }
-  verdict.held = false;
-  verdict.diverged = true;
-  verdict.category = "diverged";
-  verdict.what = fmt::format("diverged, as the unsharded run does: {}", refusal);
+  verdict.outcome = Verdict::Outcome::diverged;
+  verdict.says = fmt::format("as the unsharded run does: {}", refusal);
 }
 
 }  // namespace
@@ -278,7 +275,7 @@ Verdict run_case(const Case& c, Ranks& ranks) {
   Verdict verdict;
   golden::Run run = make_run(c);
   run.device = ranks.device();
-  if (c.options.offload == offload_none) run.optimizer.device = ranks.device();
+  if (c.options.has("offload", "none")) run.optimizer.device = ranks.device();
   const Reference reference(c, run, ranks);
   const golden::Trace& trace = reference.trace();
   const size_t finite = std::find_if_not(trace.begin(), trace.end(), is_finite) - trace.begin();
@@ -290,8 +287,8 @@ Verdict run_case(const Case& c, Ranks& ranks) {
   } catch (const shardproof::WorldLostError&) {
     throw;  // the next case would find nobody either
   } catch (const std::exception& error) {
-    verdict.category = "error";
-    verdict.what = fmt::format("error: {}", message_of(error));
+    const Verdict thrown = verdict_on(error);
+    verdict.outcome = thrown.outcome, verdict.origin = thrown.origin, verdict.says = thrown.says;
   }
   return verdict;
 }

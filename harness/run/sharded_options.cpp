@@ -73,26 +73,13 @@ ShardOptions shard_options(const Case& c, const golden::Run& run, c10::Device de
     options.offload_activations = [c](const std::string& name, const torch::nn::Module&) {
       return c.options.activations == 1 || chosen(c, "activations", name);
     };
-  options.bucket_bytes_max = o.bucket_bytes;
-  options.bucket_count = o.buckets;
+  apply(o, options);
   // cuBLAS chooses kernels by alignment; the golden run's tensors have that of LibTorch's allocator.
-  options.alignment_bytes = device.is_cuda() ? 512 : o.alignment_bytes;
-  options.bucket_multiple = o.bucket_multiple;
-  options.granularity = o.whole ? Granularity::tensor : Granularity::element;
+  if (device.is_cuda()) options.alignment_bytes = 512;
+  if (!device.is_cpu()) options.gather = Gather::copied;
   options.reshard_after_forward = o.reshard == 1   ? Reshard::by_strategy()
                                   : o.reshard == 0 ? Reshard::never()
                                                    : Reshard::within(o.reshard);
-  options.reshard_after_backward = o.reshard_backward != 0;
-  options.buffers = o.pooled ? Buffers::pooled : Buffers::freed;
-  options.gather = o.side_by_side && device.is_cpu() ? Gather::side_by_side : Gather::copied;
-  options.offload = o.offload == offload_pinned     ? Offload::pinned
-                    : o.offload == offload_pageable ? Offload::pageable
-                                                    : Offload::none;
-  options.prefetch_forward = options.prefetch_backward = o.prefetch;
-  options.bytes_in_flight_max = o.in_flight_bytes;
-  options.delayed_gradient_bytes_max = o.delayed_bytes;
-  options.keep_whole_numel_max = o.keep_whole;
-  options.publish = o.publish ? Publish::at_first_use : Publish::in_step;
   if (o.compute != fp32) {
     options.precision.compute = dtype_of(o.compute);
     options.precision.main = at::kFloat;
@@ -124,7 +111,6 @@ ShardOptions shard_options(const Case& c, const golden::Run& run, c10::Device de
                    : o.divide == divide_split      ? Divide::split
                    : o.divide == divide_collective ? Divide::in_collective
                                                    : Divide::after;
-  options.reduce_replicas_every_microbatch = o.replicas_each != 0;
   options.check_gradients = o.loss_scale == 0;
   if (o.meta) {
     options.device = device;

@@ -257,7 +257,7 @@ class RankRun {
       else
         ema_->with_averages([&] {
           run();
-          if (case_.seed % 2 == 0 && case_.options.side_by_side == 0) throw Ended();
+          if (case_.seed % 2 == 0 && case_.options.has("gather", "copied")) throw Ended();
         });
     } catch (const Ended&) {
     }

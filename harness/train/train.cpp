@@ -148,7 +148,7 @@ TrainStep summary(const std::vector<RankStep>& ranks, const Copies& copies, cons
 }
 
 // Between the losses of held-out microbatches and the golden run's, in every bit; of those before a request to stop.
-std::optional<std::string> validation_difference(const golden::Trainer& golden, const std::vector<RankStep>& ranks,
+std::optional<Difference> validation_difference(const golden::Trainer& golden, const std::vector<RankStep>& ranks,
                                                  const Copies& copies, const ValidationRule& rule, const TrainingData& data,
                                                  int64_t* compared) {
   for (int64_t round = 0; round < rule.rounds(); ++round)
@@ -160,8 +160,8 @@ std::optional<std::string> validation_difference(const golden::Trainer& golden, 
         if (copies.data_rank(rank) != static_cast<size_t>(data_rank)) continue;
         ++*compared;
         if (const double got = ranks[rank].validation_losses.at(round); got != expected)
-          return fmt::format("validation loss of sequences {} to {} on rank {}: golden {:.17g}, sharded {:.17g}", samples.begin,
-                             samples.end - 1, rank, expected, got);
+          return number_on(rank, fmt::format("validation loss of sequences {} to {}", samples.begin, samples.end - 1),
+                           fmt::format("golden {:.17g}, sharded {:.17g}", expected, got));
       }
     }
   return {};

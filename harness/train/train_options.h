@@ -57,8 +57,7 @@ struct TrainOptions {
   // whose names fit a pattern. Empty: nothing.
   std::string recompute;
   bool offload_activations = false;  // those of blocks lie in the host's memory between forward and backward
-  int64_t delayed_gradient_bytes = 0;  // of what delayed gradients are made of, at most; 0: none is delayed
-  bool offload = false;    // main parameters, optimizer state and final gradients lie in the host's memory
+  std::vector<std::string> sharding;  // options of fully_shard (shardproof/sharding/named_options.h), "name=value"
   TrainCheckpoints checkpoints;
   std::function<double(int64_t rank)> clock = {};  // seconds, for what is said of slow ranks; empty: the machine's
   c10::Device device{c10::kCPU};  // of the model, the golden run's too; a GPU is shared by rank-threads

@@ -175,7 +175,7 @@ void TrainJson::end(const TrainResult& result, bool checked) {
       R"({{"type":"end","first_step":{},"steps":{},"checked":{},"equal":{},"values_compared":{},"difference":{},)"
       R"("stopped":{}}})",
       result.first_step, result.steps, checked, checked ? (result.difference ? "false" : "true") : "null",
-      result.values_compared, result.difference ? quoted(*result.difference) : "null", result.stopped));
+      result.values_compared, result.difference ? quoted(result.difference->str()) : "null", result.stopped));
 }
 
 }  // namespace harness

@@ -30,6 +30,7 @@
 #include "shardproof/optim/fingerprint_check.h"
 #include "shardproof/optim/optimizer.h"
 #include "shardproof/sharding/fully_shard.h"
+#include "shardproof/sharding/named_options.h"
 
 namespace harness {
 namespace {
@@ -90,7 +91,6 @@ ShardOptions shard_options(const TrainOptions& options, bool filled_later) {
   // The weights of losses already divide by the tokens of the global batch.
   ShardOptions shard{.strategy = strategy(options.strategy),
                      .units = by_type<GptBlockImpl, LlamaLayerImpl>(),
-                     .offload = options.offload ? Offload::pinned : Offload::none,
                      .numerics = options.canonical ? Numerics::canonical : Numerics::ordered,
                      .gradient_divide = 1};
   if (options.model.canonical) shard.precision = {.main = at::kFloat, .compute = at::kDouble};
@@ -106,8 +106,8 @@ ShardOptions shard_options(const TrainOptions& options, bool filled_later) {
   if (options.recompute == "blocks") shard.recompute = shard.units;
   else if (options.recompute == "attention") shard.recompute_modules = by_type<AttentionImpl>();
   else if (!options.recompute.empty()) shard.recompute_modules = by_name(options.recompute);
-  shard.delayed_gradient_bytes_max = options.delayed_gradient_bytes;
   if (options.offload_activations) shard.offload_activations = shard.units;
+  set_options(shard, options.sharding);
   if (filled_later) fill_shards_later(shard, options.device);
   return shard;
 }

@@ -19,7 +19,7 @@ class Ranks final : public harness::Ranks {
 
   harness::Steps train(const harness::Case& given, const golden::Run& run) override {
     harness::Case c = given;
-    c.options.side_by_side = 0;  // ranks with a GPU each have no memory in common
+    c.options.set("gather", "copied");  // ranks with a GPU each have no memory in common
     const auto run_world = [this](const harness::Case& now, const harness::RankBody& body) {
       arrangement_.plan.seed = now.seed + 1;
       nccl_worlds::run(now.mesh.size(), arrangement_, [&body](const auto& comm) {

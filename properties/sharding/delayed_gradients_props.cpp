@@ -427,7 +427,7 @@ TEST(DelayedGradients, of_random_cases_have_the_golden_runs_bits_on_a_device) {
   for (int64_t i = 0; i < 40; ++i) {
     harness::Case c = harness::generate(20261123, i, {.world_max = 4});
     if (c.options.arithmetic != 0) continue;  // the CPU's
-    c.options.delayed_bytes = i % 4 == 0 ? 500 : kUnlimited;
+    c.options.set("delayed_gradient_bytes_max", i % 4 == 0 ? "500" : std::to_string(kUnlimited));
     harness::expect_held_or_diverged(c, fake_device::ranks());
   }
 }

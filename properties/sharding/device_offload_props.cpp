@@ -50,7 +50,7 @@ TEST(DeviceOffload, random_cases_have_the_golden_runs_bits_on_a_device) {
   for (int64_t i = 0; i < 40; ++i) {
     harness::Case c = harness::generate(20261123, i, {.world_max = 4});
     if (c.options.arithmetic != 0) continue;  // the CPU's
-    c.options.offload = harness::offload_pinned;
+    c.options.set("offload", "pinned");
     harness::expect_held_or_diverged(c, fake_device::ranks());
   }
 }
@@ -63,7 +63,7 @@ TEST(DeviceOffload, steps_in_low_precision_with_clipping_and_loss_scaling_have_t
                            "zero1(divide=split,offload=pinned) sgd(lr=0.1,momentum=0.9) ordered"})
     harness::expect_held(model + rest + " seed=7 : accumulate(2) step*3 save load@mesh(dp_shard=3) step", fake_device::ranks());
   harness::expect_held(
-      "mlp(widths=5-6-3) mesh(dp_shard=2,tp=2) zero3(whole=1,offload=pinned) muon(lr=0.1,clip=0.5) fast seed=3 : step*2",
+      "mlp(widths=5-6-3) mesh(dp_shard=2,tp=2) zero3(granularity=tensor,offload=pinned) muon(lr=0.1,clip=0.5) fast seed=3 : step*2",
       fake_device::ranks());
 }
 

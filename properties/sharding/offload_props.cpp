@@ -66,7 +66,7 @@ void train(const Plan& plan, Offload offload, const std::function<void(Sharded&,
 TEST(Offload, random_cases_have_the_bits_of_their_golden_runs) {
   for (int64_t i = 0; i < 60; ++i) {
     harness::Case c = harness::generate(20261122, i, {});
-    c.options.offload = i % 4 == 0 ? harness::offload_pageable : harness::offload_pinned;
+    c.options.set("offload", i % 4 == 0 ? "pageable" : "pinned");
     harness::expect_held_or_diverged(c);
   }
 }
@@ -81,9 +81,9 @@ TEST(Offload, every_strategy_precision_and_optimizer_has_the_bits_of_its_golden_
                         "{}({},offload=pinned) {} ordered seed=3 : accumulate(2) step freeze(4) step freeze(0) step",
                         strategy, precision, optimizer));
   for (const char* text :
-       {"mlp(widths=5-6-3) mesh(dp_shard=2) zero3(whole=1,offload=pinned) muon(lr=0.1) ordered seed=3 : step*2",
-        "mlp(widths=5-6-3) mesh(dp_shard=2,tp=2) zero3(whole=1,offload=pinned) muon(lr=0.1,clip=0.5) fast seed=3 : step*2",
-        "mlp(widths=5-6-3) mesh(dp_shard=2) zero3(side_by_side=1,meta=1,offload=pinned) adamw(lr=0.1) ordered seed=3 : step*3",
+       {"mlp(widths=5-6-3) mesh(dp_shard=2) zero3(granularity=tensor,offload=pinned) muon(lr=0.1) ordered seed=3 : step*2",
+        "mlp(widths=5-6-3) mesh(dp_shard=2,tp=2) zero3(granularity=tensor,offload=pinned) muon(lr=0.1,clip=0.5) fast seed=3 : step*2",
+        "mlp(widths=5-6-3) mesh(dp_shard=2) zero3(gather=side_by_side,meta=1,offload=pinned) adamw(lr=0.1) ordered seed=3 : step*3",
         "gpt(layers=1,hidden=8,heads=2,vocab=12,positions=8) mesh(dp_shard=2,cp=2,tp=2) "
         "zero2(loss=tokens,arithmetic=canonical,sp=1,offload=pinned) adamw(lr=0.01,clip=0.5) canonical seed=3 : "
         "accumulate(2) step save load@mesh(dp_shard=3) load@strategy(zero3) step*2"})

@@ -182,7 +182,7 @@ TEST(ShardingErrors, options_out_of_range_say_what_is_allowed) {
   };
   expect_says(error_with([](ShardOptions& o) { o.alignment_bytes = 48; }), {"alignment_bytes", "48"});
   expect_says(error_with([](ShardOptions& o) { o.bucket_bytes_max = -1; }), {"bucket_bytes_max", "-1"});
-  expect_says(error_with([](ShardOptions& o) { o.bucket_multiple = 0; }), {"bucket_multiple", "between 1 and", "0"});
+  expect_says(error_with([](ShardOptions& o) { o.bucket_multiple = 0; }), {"bucket_multiple", "at least 1", "0"});
   expect_says(error_with([](ShardOptions& o) { o.gradient_divide = -2; }), {"gradient_divide", "-2"});
 }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import textwrap
 import weakref
 from typing import Any, Callable, Iterable, Optional, Union
 
@@ -81,34 +83,13 @@ def fully_shard(
     units: Any = (),
     precision: Optional[Precision] = None,
     reshard_after_forward: Union[bool, int, None] = None,
-    reshard_after_backward: bool = True,
     recompute: Any = (),
     offload_activations: Any = (),
     ignored: Any = None,
-    prefetch_forward: int = 0,
-    prefetch_backward: int = 0,
-    bytes_in_flight_max: int = 0,
-    bucket_bytes_max: int = 0,
-    bucket_count: int = 0,
-    alignment_bytes: int = 512,
-    bucket_multiple: int = 1,
-    granularity: str = "element",
-    buffers: str = "freed",
-    gather: str = "copied",
-    keep_whole_numel_max: int = 0,
-    publish: str = "in_step",
-    offload: str = "none",
-    numerics: str = "ordered",
-    gradient_divide: float = 0,
-    divide: str = "after",
-    divide_by_tokens: bool = False,
-    reduce_replicas_every_microbatch: bool = False,
-    check_gradients: bool = True,
-    gradient_magnitude_max: float = float("inf"),
-    broadcast_initial_values: bool = True,
     initialize: Union["tuple[int, float]", Callable, None] = None,
     device: Union[torch.device, str, None] = None,
     root_reshard_after_forward: Union[bool, int, None] = None,
+    **options: Any,
 ) -> Sharded:
     """Shard the training of any ``torch.nn.Module`` over ranks.
 
@@ -135,8 +116,6 @@ def fully_shard(
     reshard_after_forward : bool or int, optional
         What stays gathered between a unit's forward and its backward: nothing (True), everything (False), or a part, in
         groups of so many ranks. Without it as the strategy says, which for the named ones is nothing.
-    reshard_after_backward : bool
-        Whether parameters are freed after the backward.
     recompute : as units
         Units whose activations are computed again in the backward, and modules within units of which the same holds: their
         parameters stay those of the unit around them. Such a module must be called, and not only hold others.
@@ -144,46 +123,6 @@ def fully_shard(
         Units whose activations lie in the host's memory between forward and backward.
     ignored : str, callable, Parameter, or several of them
         Parameters that stay plain: a pattern of names, ``f(name, parameter) -> bool``, or the parameter.
-    prefetch_forward, prefetch_backward : int
-        How many units ahead are gathered while one runs.
-    bytes_in_flight_max : int
-        No gather ahead and no further reduction starts while more bytes than this are in flight. 0: gathers have no limit, and
-        reductions that of two of the largest buckets.
-    bucket_bytes_max, bucket_count : int
-        A unit's parameters go into several buckets of at most so many bytes, or into so many. 0: into one.
-    alignment_bytes : int
-        Every parameter starts at a multiple of this in its bucket.
-    bucket_multiple : int
-        The number of elements of every bucket is a multiple of this. Megatron-LM pads to 65,536 for the bandwidth of NCCL.
-    granularity : {"element", "tensor"}
-        Whether shards are cut anywhere, or a parameter lies whole on one rank, as Muon needs it.
-    buffers : {"freed", "pooled"}
-        Whether memory of gathered parameters goes back to the allocator, or to a pool.
-    gather : {"copied", "side_by_side"}
-        Whether a gather copies, or ranks look into memory that they share (threads, MPI on one host).
-    keep_whole_numel_max : int
-        Parameters of at most so many elements stay whole on every rank, where the strategy shards parameters.
-    publish : {"in_step", "at_first_use"}
-        Whether the optimizer's step waits until updated parameters have arrived everywhere, or whoever uses them first does.
-        The model's own parameters cannot be read in between.
-    offload : {"none", "pinned", "pageable"}
-        Whether the optimizer's memory is the host's.
-    numerics : {"ordered", "canonical", "fast"}
-        How sums are taken. Ordered sums are taken in rank order.
-    gradient_divide : float
-        The summed gradient is divided by this. 0: by the number of ranks, which averages the ranks' losses.
-    divide : {"after", "before", "split", "in_collective"}
-        Where the division happens.
-    divide_by_tokens : bool
-        Divide by the tokens that all ranks reported with `Sharded.add_tokens` instead. For losses that are sums.
-    reduce_replicas_every_microbatch : bool
-        Sum over dp_replicate after every microbatch instead of once after the last.
-    check_gradients : bool
-        Whether a NaN or an infinity in a gradient is an error that names rank, step and parameter.
-    gradient_magnitude_max : float
-        A larger magnitude in a gradient is such an error, too.
-    broadcast_initial_values : bool
-        Whether rank 0's values become everybody's.
     initialize : (int, float) or callable, optional
         For parameters on the meta device: a seed and a standard deviation, or ``f(name, shape, begin, end, values)`` that fills
         the elements [begin, end) of a parameter.
@@ -192,6 +131,7 @@ def fully_shard(
         are meta, the CPU.
     root_reshard_after_forward : bool or int, optional
         As ``reshard_after_forward``, for the root, which keeps its own parameters without it.
+{options}
 
     Returns
     -------
@@ -210,6 +150,8 @@ def fully_shard(
     ...         optimizer.step()
     >>> shardproof.run_threads(4, body)
     """
+    for name in options.keys() - {name for name, *_ in _C.named_options()}:
+        raise TypeError(f"fully_shard() got an unexpected keyword argument '{name}'")
     if not isinstance(module, nn.Module):
         raise _C.Error(f"[fully_shard] expected a torch.nn.Module, got a {type(module).__name__}")
     if sharded_of(module) is not None:
@@ -227,34 +169,12 @@ def fully_shard(
             )
     where = device_of(module, plain, device)
     _give_memory_to_buffers(module, where)
-    options = dict(
+    options.update(
         strategy=strategy,
         ignored=plain,
         precision=as_precision(precision),
         reshard_after_forward=reshard_after_forward,
-        reshard_after_backward=reshard_after_backward,
         recompute_modules=[name for name, each in module.named_modules() if any(each is other for other in inner)],
-        prefetch_forward=prefetch_forward,
-        prefetch_backward=prefetch_backward,
-        bytes_in_flight_max=bytes_in_flight_max,
-        bucket_bytes_max=bucket_bytes_max,
-        bucket_count=bucket_count,
-        alignment_bytes=alignment_bytes,
-        bucket_multiple=bucket_multiple,
-        granularity=granularity,
-        buffers=buffers,
-        gather=gather,
-        keep_whole_numel_max=keep_whole_numel_max,
-        publish=publish,
-        offload=offload,
-        numerics=numerics,
-        gradient_divide=gradient_divide,
-        divide=divide,
-        divide_by_tokens=divide_by_tokens,
-        reduce_replicas_every_microbatch=reduce_replicas_every_microbatch,
-        check_gradients=check_gradients,
-        gradient_magnitude_max=gradient_magnitude_max,
-        broadcast_initial_values=broadcast_initial_values,
         initialize=initialize,
         device=where,
     )
@@ -263,6 +183,23 @@ def fully_shard(
         selected.append(Unit([module], reshard_after_forward=root_reshard_after_forward))
     given = [(unit.modules, {**vars(unit), "precision": as_precision(unit.precision)}) for unit in selected]
     return Sharded(module, _C.shard(mirror, comms, given, options), mirror, selected, inner, plain)
+
+
+def _named_options_of(function: Callable) -> None:
+    """Give a function of ``**options`` the signature and the description that the library's own list of options has."""
+    given = inspect.signature(function)
+    own, lines = [], []
+    for name, standard, words, _, about in _C.named_options():
+        kind = inspect.Parameter.KEYWORD_ONLY
+        own.append(inspect.Parameter(name, kind, default=standard, annotation=type(standard).__name__))
+        values = "{" + ", ".join(f'"{word}"' for word in words) + "}" if words else type(standard).__name__
+        lines += [f"    {name} : {values}, default {standard!r}", textwrap.indent(textwrap.fill(about, 112), " " * 8)]
+    fixed = [each for each in given.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    function.__signature__ = given.replace(parameters=fixed + own)
+    function.__doc__ = function.__doc__.replace("{options}", "\n".join(lines))
+
+
+_named_options_of(fully_shard)
 
 
 def require_hooks(module: nn.Module) -> None:

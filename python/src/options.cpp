@@ -7,19 +7,10 @@
 #include <set>
 
 #include "shardproof/base/check.h"
+#include "shardproof/sharding/named_options.h"
 
 namespace shardproof::python {
 namespace {
-
-template <class Choice>
-Choice choice_of(const std::string& option, const py::handle& value, const std::map<std::string, Choice>& choices) {
-  std::vector<std::string> names;
-  for (const auto& [name, choice] : choices) names.push_back("'" + name + "'");
-  const auto found = py::isinstance<py::str>(value) ? choices.find(value.cast<std::string>()) : choices.end();
-  SHARD_REQUIRE(found != choices.end(), "fully_shard", "{} must be one of {}, got {}", option, fmt::join(names, ", "),
-                py::repr(value).cast<std::string>());
-  return found->second;
-}
 
 std::optional<c10::ScalarType> dtype_of(const py::handle& value) {
   return value.cast<std::optional<c10::ScalarType>>();
@@ -55,17 +46,26 @@ Initializer initializer_of(const py::handle& value) {
 
 using Setter = std::function<void(ShardOptions&, const py::handle&)>;
 
-template <class Value>
-Setter set(Value ShardOptions::*member) {
-  return [member](ShardOptions& options, const py::handle& value) { options.*member = value.cast<Value>(); };
+// The value that Python gives an option that a number or a word is.
+double value_of(const NamedOption& option, const py::handle& value) {
+  switch (option.kind) {
+    case NamedOption::Kind::flag: return value.cast<bool>() ? 1 : 0;
+    case NamedOption::Kind::whole: return static_cast<double>(value.cast<int64_t>());
+    case NamedOption::Kind::number: return value.cast<double>();
+    case NamedOption::Kind::word: return option.value(value.cast<std::string>());
+  }
+  throw py::cast_error();
 }
 
-template <class Choice>
-std::pair<const std::string, Setter> choose(const std::string& name, Choice ShardOptions::*member,
-                                            std::map<std::string, Choice> choices) {
-  return {name, [name, member, choices = std::move(choices)](ShardOptions& options, const py::handle& value) {
-            options.*member = choice_of(name, value, choices);
-          }};
+// And back.
+py::object object_of(const NamedOption& option, double value) {
+  switch (option.kind) {
+    case NamedOption::Kind::flag: return py::bool_(value != 0);
+    case NamedOption::Kind::whole: return py::int_(static_cast<int64_t>(value));
+    case NamedOption::Kind::number: return py::float_(value);
+    case NamedOption::Kind::word: return py::str(option.text(value));
+  }
+  return py::none();
 }
 
 const std::map<std::string, Setter>& setters() {
@@ -80,36 +80,6 @@ const std::map<std::string, Setter>& setters() {
       {"device", [](ShardOptions& o, const py::handle& v) { o.device = v.cast<at::Device>(); }},
       {"initialize", [](ShardOptions& o, const py::handle& v) { o.initialize = initializer_of(v); }},
       {"recompute_modules", [](ShardOptions& o, const py::handle& v) { o.recompute_modules = modules_named(v); }},
-      {"bucket_bytes_max", set(&ShardOptions::bucket_bytes_max)},
-      {"bucket_count", set(&ShardOptions::bucket_count)},
-      {"alignment_bytes", set(&ShardOptions::alignment_bytes)},
-      {"keep_whole_numel_max", set(&ShardOptions::keep_whole_numel_max)},
-      {"bucket_multiple", set(&ShardOptions::bucket_multiple)},
-      {"reshard_after_backward", set(&ShardOptions::reshard_after_backward)},
-      {"prefetch_forward", set(&ShardOptions::prefetch_forward)},
-      {"prefetch_backward", set(&ShardOptions::prefetch_backward)},
-      {"bytes_in_flight_max", set(&ShardOptions::bytes_in_flight_max)},
-      {"gradient_divide", set(&ShardOptions::gradient_divide)},
-      {"divide_by_tokens", set(&ShardOptions::divide_by_tokens)},
-      {"reduce_replicas_every_microbatch", set(&ShardOptions::reduce_replicas_every_microbatch)},
-      {"check_gradients", set(&ShardOptions::check_gradients)},
-      {"gradient_magnitude_max", set(&ShardOptions::gradient_magnitude_max)},
-      {"broadcast_initial_values", set(&ShardOptions::broadcast_initial_values)},
-      choose<Granularity>("granularity", &ShardOptions::granularity,
-                          {{"element", Granularity::element}, {"tensor", Granularity::tensor}}),
-      choose<Buffers>("buffers", &ShardOptions::buffers, {{"freed", Buffers::freed}, {"pooled", Buffers::pooled}}),
-      choose<Publish>("publish", &ShardOptions::publish,
-                      {{"in_step", Publish::in_step}, {"at_first_use", Publish::at_first_use}}),
-      choose<Gather>("gather", &ShardOptions::gather, {{"copied", Gather::copied}, {"side_by_side", Gather::side_by_side}}),
-      choose<Offload>("offload", &ShardOptions::offload,
-                      {{"none", Offload::none}, {"pinned", Offload::pinned}, {"pageable", Offload::pageable}}),
-      choose<Numerics>("numerics", &ShardOptions::numerics,
-                       {{"ordered", Numerics::ordered}, {"canonical", Numerics::canonical}, {"fast", Numerics::fast}}),
-      choose<Divide>("divide", &ShardOptions::divide,
-                     {{"after", Divide::after},
-                      {"before", Divide::before},
-                      {"split", Divide::split},
-                      {"in_collective", Divide::in_collective}}),
   };
   return all;
 }
@@ -139,14 +109,30 @@ ShardOptions options_of(const py::dict& given) {
   for (const auto& [key, value] : given) {
     const auto name = key.cast<std::string>();
     const auto found = setters().find(name);
-    SHARD_REQUIRE(found != setters().end(), "fully_shard", "there is no option '{}'", name);
     try {
-      found->second(options, value);
+      if (found != setters().end()) {
+        found->second(options, value);
+      } else {
+        const NamedOption& option = named_option(name);
+        option.set(options, value_of(option, value));
+      }
     } catch (const py::cast_error&) {
       throw Error(fmt::format("[fully_shard] {} cannot be {}", name, py::repr(value).cast<std::string>()));
     }
   }
   return options;
+}
+
+
+py::list list_of_options() {
+  py::list all;
+  for (const NamedOption& option : named_options()) {
+    if (option.name == "delayed_gradient_bytes_max") continue;  // of layers of the library's own, which those of Python are not
+    py::list drawn;
+    for (const double value : option.drawn) drawn.append(object_of(option, value));
+    all.append(py::make_tuple(option.name, object_of(option, option.standard()), option.words, drawn, option.about));
+  }
+  return all;
 }
 
 }  // namespace shardproof::python

@@ -15,4 +15,8 @@ Reshard reshard_of(const py::handle& object);
 // Throws Error that names an option that there is not, or a value that it cannot have.
 ShardOptions options_of(const py::dict& given);
 
+// Of each option that a number or a word says (named_options.h) a tuple of its name, its default, the words that it may be
+// (none: it is no word), the values that random cases have, and what it means.
+py::list list_of_options();
+
 }  // namespace shardproof::python

@@ -186,6 +186,7 @@ void bind_sharded(py::module_& module) {
       .def("reset_peak_memory", [](Held& held) { held.sharded.reset_peak_memory(); })
       .def(
           "describe", [](Held& held) { return held.sharded.describe(); }, Unlocked());
+  module.def("named_options", &list_of_options);
   module.def("shard", &shard, py::arg("mirror"), py::arg("comms"), py::arg("units"), py::arg("options"));
 }
 

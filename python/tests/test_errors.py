@@ -86,7 +86,7 @@ def test_a_step_without_a_backward_is_refused():
         (dict(mesh=2), "expected a text such as 'dp_shard=2,tp=2', a dict or a DeviceMesh, got 2"),
         (dict(mesh="dp_shard=2", strategy="hsdp"), "dp_replicate"),
         (dict(ignored="nothing.*"), "The first ones are called inp.weight"),
-        (dict(numerics="best"), "numerics must be one of 'canonical', 'fast', 'ordered', got 'best'"),
+        (dict(numerics="best"), "numerics must be one of ordered, canonical, fast, got 'best'"),
         (dict(bucket_bytes_max="many"), "bucket_bytes_max cannot be 'many'"),
         (dict(precision=3), "must be a shardproof.Precision"),
     ],

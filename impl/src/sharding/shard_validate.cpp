@@ -11,6 +11,7 @@
 #include "shardproof/nn/attention.h"
 #include "shardproof/nn/canonical/canonical.h"
 #include "shardproof/nn/state_buffers.h"
+#include "shardproof/sharding/named_options.h"
 
 namespace shardproof {
 namespace {
@@ -20,28 +21,18 @@ constexpr int64_t kBucketMultipleMax = int64_t{1} << 30;
 }  // namespace
 
 void validate(const ShardOptions& options, const Mesh& mesh) {
-  SHARD_REQUIRE(options.bucket_multiple >= 1 && options.bucket_multiple <= kBucketMultipleMax, "fully_shard",
-                "bucket_multiple must be between 1 and {}, got {}", kBucketMultipleMax, options.bucket_multiple);
+  ShardOptions copy;
+  for (const NamedOption& option : named_options()) option.set(copy, option.get(options));
+  SHARD_REQUIRE(options.bucket_multiple <= kBucketMultipleMax, "fully_shard", "bucket_multiple must be at most {}, got {}",
+                kBucketMultipleMax, options.bucket_multiple);
   const int64_t alignment = options.alignment_bytes;
-  SHARD_REQUIRE(alignment >= 64 && (alignment & (alignment - 1)) == 0, "fully_shard",
-                "alignment_bytes must be a power of two and at least 64, got {}", alignment);
-  SHARD_REQUIRE(options.bucket_bytes_max >= 0 && options.bucket_count >= 0, "fully_shard",
-                "bucket_bytes_max and bucket_count must not be negative, got {} and {}", options.bucket_bytes_max,
-                options.bucket_count);
+  SHARD_REQUIRE((alignment & (alignment - 1)) == 0, "fully_shard", "alignment_bytes must be a power of two, got {}", alignment);
   SHARD_REQUIRE(options.bucket_bytes_max == 0 || options.bucket_count == 0, "fully_shard",
                 "give bucket_bytes_max or bucket_count, not both");
-  SHARD_REQUIRE(options.gradient_divide >= 0, "fully_shard", "gradient_divide must not be negative, got {}",
-                options.gradient_divide);
   SHARD_REQUIRE(!options.divide_by_tokens || (options.gradient_divide == 0 && options.divide == Divide::after), "fully_shard",
                 "divide_by_tokens takes the place of gradient_divide and needs Divide::after");
-  SHARD_REQUIRE(options.keep_whole_numel_max >= 0, "fully_shard", "keep_whole_numel_max must not be negative, got {}",
-                options.keep_whole_numel_max);
-  SHARD_REQUIRE(options.delayed_gradient_bytes_max >= 0, "fully_shard",
-                "delayed_gradient_bytes_max must not be negative, got {}", options.delayed_gradient_bytes_max);
   SHARD_REQUIRE(options.gradient_magnitude_max > 0, "fully_shard", "gradient_magnitude_max must be above 0, got {}",
                 options.gradient_magnitude_max);
-  SHARD_REQUIRE(options.prefetch_forward >= 0 && options.prefetch_backward >= 0 && options.bytes_in_flight_max >= 0,
-                "fully_shard", "prefetch_forward, prefetch_backward and bytes_in_flight_max must not be negative");
   SHARD_REQUIRE(
       options.numerics != Numerics::canonical || options.gradient_divide != 0 || options.divide_by_tokens || mesh.size() == 1,
       "fully_shard",

@@ -18,7 +18,7 @@ void expect_cases_hold(uint64_t seed, int64_t cases, const nccl_worlds::Arrangem
     const Case c = generate(seed, index, {.world_max = 4});
     several += c.mesh.size() > 1;
     const Verdict verdict = run_case(c, ranks);
-    EXPECT_TRUE(verdict.held || verdict.diverged) << c.str() << "\n" << verdict.what;
+    EXPECT_TRUE(verdict.held() || verdict.diverged()) << c.str() << "\n" << verdict.str();
   }
   EXPECT_GT(several, cases / 2);
 }

@@ -89,7 +89,7 @@ TEST(Case, every_field_is_in_the_text) {
       [](Case& c) { c.steps[1].load_strategy = "zero2"; },
       [](Case& c) { c.steps[1].load_mesh = shardproof::Mesh({{"dp_shard", 3}}); }};
   for (const OptionRow& row : option_rows())
-    changes.push_back([&row](Case& c) { c.options.*row.member = row.others.front(); });
+    changes.push_back([&row](Case& c) { row.of(c.options) = row.others.front(); });
   std::set<std::string> texts = {base.str()};
   for (const auto& change : changes) {
     Case c = base;
@@ -125,7 +125,7 @@ TEST(Case, every_field_of_a_llama_is_in_the_text) {
 
 TEST(Case, what_equals_its_default_is_left_out) {
   const Case c = Case::parse(
-      "mlp(widths=5-7-3,act=tanh,bias) mesh(dp_shard=4) zero3(units=block,bucket=0,reshard=1,align=512) "
+      "mlp(widths=5-7-3,act=tanh,bias) mesh(dp_shard=4) zero3(units=block,bucket_bytes_max=0,reshard=1,alignment_bytes=512) "
       "sgd(lr=0.1,momentum=0,clip=0) ordered seed=3 : accumulate(1) step step*2");
   EXPECT_EQ(c.str(), "mlp(widths=5-7-3) mesh(dp_shard=4) zero3 sgd(lr=0.1) ordered seed=3 : step*3");
 }
@@ -224,7 +224,7 @@ TEST(Case, what_cannot_run_is_refused) {
   refused(with("ordered", "canonical"), {"loss=sum or loss=tokens"});
   refused("conv(channels=1-2,kernel=2) mesh(dp_shard=1) ddp sgd(lr=1) ordered seed=1 : step", {"kernel must be odd"});
   refused(with("dp_shard=4", "dp_shard=1025"), {"1025 ranks", "at most 1024"});
-  refused(with("zero3", "zero3(align=100)"), {"align=100", "power of two"});
+  refused(with("zero3", "zero3(alignment_bytes=100)"), {"align=100", "power of two"});
   refused(with("lr=0.1", "lr=-1"), {"lr=-1"});
   refused(with("sgd(lr=0.1)", "adamw(lr=0.1,beta2=1)"), {"beta2=1"});
   refused(with("5-7-3", "5"), {"two widths"});
@@ -297,7 +297,7 @@ TEST(Generate, no_feature_is_rare) {
     any("load@strategy", [](const StepPlan& step) { return !step.load_strategy.empty(); });
     counts["three steps or more"] += c.steps.size() >= 3;
     for (const OptionRow& row : option_rows())
-      counts[std::string("option ") + row.key] += c.options.*row.member != CaseOptions{}.*row.member;
+      counts[std::string("option ") + row.key] += row.of(c.options) != row.of(CaseOptions{});
   }
   const size_t of_strategies = shardproof::strategies().size() + 1;
   EXPECT_EQ(counts.size(), of_strategies + 4 + 5 + 5 + 6 + 4 + 11 + 2 + option_rows().size())

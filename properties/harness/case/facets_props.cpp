@@ -48,7 +48,7 @@ TEST(Facets, every_row_of_the_options_is_one) {
     const Facet& facet = facets()[facet_named(row.key)];
     Case c = Case::parse(kPlain);
     for (const int64_t value : row.others) {
-      c.options.*row.member = value;
+      row.of(c.options) = value;
       EXPECT_EQ(facet.values[facet.of(c)], std::string(row.key) + "=" + value_text(row, value));
     }
   }

@@ -110,9 +110,9 @@ TEST(MeshOrder, what_needs_replicas_outside_of_shards_is_refused) {
   c.mesh = Mesh::parse("dp_shard=2,dp_replicate=2");
   for (const char* after_each_microbatch : {"zero2", "zero3", "hsdp", "hfsdp", "hzero2"}) {
     c.strategy = after_each_microbatch;
-    c.options.replicas_each = 0;
+    c.options.set("reduce_replicas_every_microbatch", "false");
     EXPECT_TRUE(is_valid(c)) << c.strategy;
-    c.options.replicas_each = 1;
+    c.options.set("reduce_replicas_every_microbatch", "true");
     EXPECT_FALSE(is_valid(c)) << c.strategy;
   }
   c.mode = Mode::fast;

@@ -51,18 +51,18 @@ const std::vector<Group>& groups() {
        }},
       {"updated parameters that are gathered beside neighbours", 8,
        [](const Case& c) {
-         return c.options.side_by_side && c.options.publish && c.steps.size() > 1 && c.replicas() > 1 && c.shards() > 1;
+         return c.options.has("gather", "side_by_side") && c.options.has("publish", "at_first_use") && c.steps.size() > 1 && c.replicas() > 1 && c.shards() > 1;
        },
        "hfsdp"},
       {"a frozen parameter in a root that is freed, beside other units", 8,
        [](const Case& c) {
          return splits_parameters(c) && (c.options.units == units_some || c.options.units == units_listed) &&
-                c.options.reshard_backward == 1 && in_some_step(c, [](const StepPlan& s) { return s.frozen != 0; });
+                c.options.of("reshard_after_backward") == 1 && in_some_step(c, [](const StepPlan& s) { return s.frozen != 0; });
        }},
       {"adapters in a transformer whose units are listed and freed", 3,
        [](const Case& c) {
          return splits_parameters(c) && c.model.of_tokens() && c.options.lora > 0 && c.options.units == units_listed &&
-                c.options.reshard_backward == 1;
+                c.options.of("reshard_after_backward") == 1;
        }},
       {"norms of cut heads without sequence parallelism", 3,
        [](const Case& c) {

@@ -12,6 +12,8 @@
 #include "harness/commands/verify.h"
 #include "harness/run/property.h"
 #include "properties/kit/harness_env.h"
+#include "shardproof/base/check.h"
+#include "shardproof/comm/threads/threads.h"
 
 using namespace harness;
 
@@ -19,11 +21,28 @@ namespace {
 
 const std::atomic<bool> kGoOn{false};
 
-Verdict failed(const std::string& category, const std::string& what = "") {
-  Verdict verdict;
-  verdict.category = category;
-  verdict.what = what;
-  return verdict;
+Verdict failed(const std::string& value) {
+  return {.outcome = Verdict::Outcome::values, .step = 0, .difference = {.value = value, .says = "planted"}};
+}
+
+Verdict failed_but_for(bool holds) {
+  return holds ? held_verdict() : failed("gradient");
+}
+
+// What the error that a body throws is known by.
+std::string kind_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    return verdict_on(error).kind();
+  }
+  return "held";
+}
+
+void require_small(int64_t number, const std::string& name) {
+  SHARD_REQUIRE(number < 10, "bucket", "{} of {} is too large", number, name);
+  SHARD_REQUIRE(number != 3, "bucket", "{} of {} is three", number, name);
+  SHARD_CHECK(number != 4, "bucket", "{} of {}", number, name);
 }
 
 // As if two bugs were in the tree: averages are wrong, and so is clipping. Registration is for good.
@@ -60,24 +79,39 @@ VerifyOptions options_in(const harness_env::Folder& folder) {
 
 }  // namespace
 
-TEST(Causes, errors_with_other_numbers_names_and_paths_are_of_one_kind) {
-  const auto kind = [](const char* what) { return kind_of_failure(failed("error", what)); };
-  EXPECT_EQ(kind("error: rank 0 of 2: /tmp/a.1: is missing"), kind("error: rank 13 of 20: /tmp/b.2: is missing"));
-  EXPECT_EQ(kind("error: start (0) + length (1) exceeds\nmore"), kind("error: start (2) + length (3) exceeds\nelse"));
-  EXPECT_EQ(kind("error: [bucket] broken invariant `a && b`: the root unit"),
-            kind("error: [bucket] broken invariant `a && b`: unit 'x'"));
-  EXPECT_NE(kind("error: [bucket] broken invariant `a`: x"), kind("error: [bucket] broken invariant `b`: x"));
-  EXPECT_NE(kind("error: [bucket] of it"), kind("error: [norm] of it"));
-  EXPECT_NE(kind("error: [canonical] a term is too large"), kind("error: [canonical] a step is not a power"));
-  EXPECT_EQ(kind("error: segment 0: every rank raised: ValueError: no such axis"),
-            kind("error: segment 1: rank 0, 1 raised: ValueError: no such axis"));
-  EXPECT_NE(kind("error: rank 0: a file is missing"), kind("error: rank 0: a file is torn"));
+TEST(Causes, errors_are_known_by_where_they_come_from) {
+  const auto kind = [](int64_t number, const char* name) { return kind_of([=] { require_small(number, name); }); };
+  EXPECT_EQ(kind(10, "a"), kind(11, "b"));
+  EXPECT_EQ(kind(10, "a"), "error [bucket] number < 10");
+  EXPECT_EQ(kind(4, "a"), "error [bucket] number != 4");
+  EXPECT_NE(kind(10, "a"), kind(3, "a"));
+  const auto thrown = [](const std::string& text) { return kind_of([=] { throw shardproof::Error(text); }); };
+  EXPECT_EQ(thrown("[a] one"), thrown("[b] two"));
+  EXPECT_NE(thrown("[a] one"), kind_of([] { throw shardproof::NonFiniteError("[a] one"); }));
+}
+
+TEST(Causes, an_error_that_goes_through_a_world_is_known_by_where_it_began) {
+  const std::string alone = kind_of([] { require_small(3, "a"); });
+  EXPECT_EQ(alone, kind_of([] {
+              shardproof::run_threads(2, [](const std::shared_ptr<shardproof::Comm>& comm) {
+                if (comm->rank() == 1) require_small(3, "b");
+              });
+            }));
+}
+
+TEST(Causes, foreign_errors_with_other_numbers_names_and_paths_are_of_one_kind) {
+  const auto kind = [](const char* what) { return kind_of([=] { throw std::runtime_error(what); }); };
+  EXPECT_EQ(kind("rank 0 of 2: /tmp/a.1: is missing"), kind("rank 13 of 20: /tmp/b.2: is missing"));
+  EXPECT_EQ(kind("start (0) + length (1) exceeds\nmore"), kind("start (2) + length (3) exceeds\nelse"));
+  EXPECT_NE(kind("rank 0: a file is missing"), kind("rank 0: a file is torn"));
 }
 
 TEST(Causes, wrong_values_are_of_one_kind_and_properties_are_of_their_own) {
-  EXPECT_EQ(kind_of_failure(failed("gradient")), kind_of_failure(failed("parameter")));
-  EXPECT_NE(kind_of_failure(failed("property a")), kind_of_failure(failed("property b")));
-  EXPECT_NE(kind_of_failure(failed("gradient")), kind_of_failure(failed("error", "error: gradient")));
+  const auto of_property = [](const char* name) { return Verdict{.outcome = Verdict::Outcome::property, .origin = name}.kind(); };
+  EXPECT_EQ(failed("gradient").kind(), failed("parameter").kind());
+  EXPECT_FALSE(fails_alike(failed("gradient"), failed("parameter")));
+  EXPECT_NE(of_property("a"), of_property("b"));
+  EXPECT_NE(failed("gradient").kind(), verdict_on(std::runtime_error("gradient")).kind());
 }
 
 TEST(Causes, a_case_has_all_that_its_simpler_variants_of_one_model_have) {
@@ -95,20 +129,20 @@ TEST(Causes, what_a_minimal_case_has_and_the_case_lacks_is_no_explanation) {
     return Case::parse(std::string("mlp(widths=1-1,act=identity,bias=0) mesh(dp_shard=2) ") + strategy + " " + optimizer +
                        " ordered seed=1 : " + steps);
   };
-  const Case c = with("zero3(units=root,align=64,loss=sum)", "sgd(lr=0.1)", "step");
-  EXPECT_FALSE(has_all_of(c, with("zero3(units=root,align=64,loss=sum,prefetch=1)", "sgd(lr=0.1)", "step")));
-  EXPECT_FALSE(has_all_of(c, with("zero3(units=root,align=64,loss=sum)", "adam(lr=0.1)", "step")));
-  EXPECT_FALSE(has_all_of(c, with("zero3(units=root,align=64,loss=sum)", "sgd(lr=0.1)", "accumulate(2) step")));
-  EXPECT_TRUE(has_all_of(with("zero2(units=leaf,prefetch=2)", "adamw(lr=0.1,clip=1)", "accumulate(3) step*2"),
-                         with("zero3(units=root,align=64,loss=sum,prefetch=1)", "adam(lr=0.1)", "accumulate(2) step")));
+  const Case c = with("zero3(units=root,alignment_bytes=64,loss=sum)", "sgd(lr=0.1)", "step");
+  EXPECT_FALSE(has_all_of(c, with("zero3(units=root,alignment_bytes=64,loss=sum,prefetch_forward=1,prefetch_backward=1)", "sgd(lr=0.1)", "step")));
+  EXPECT_FALSE(has_all_of(c, with("zero3(units=root,alignment_bytes=64,loss=sum)", "adam(lr=0.1)", "step")));
+  EXPECT_FALSE(has_all_of(c, with("zero3(units=root,alignment_bytes=64,loss=sum)", "sgd(lr=0.1)", "accumulate(2) step")));
+  EXPECT_TRUE(has_all_of(with("zero2(units=leaf,prefetch_forward=2,prefetch_backward=2)", "adamw(lr=0.1,clip=1)", "accumulate(3) step*2"),
+                         with("zero3(units=root,alignment_bytes=64,loss=sum,prefetch_forward=1,prefetch_backward=1)", "adam(lr=0.1)", "accumulate(2) step")));
 }
 
 TEST(Causes, a_case_is_explained_when_it_fails_with_nothing_else) {
   const Case minimal = Case::parse(
-      "mlp(widths=1-1,act=identity,bias=0) mesh(dp_shard=2) zero3(units=root,align=64,loss=sum) sgd(lr=0.1) exact seed=1 : "
+      "mlp(widths=1-1,act=identity,bias=0) mesh(dp_shard=2) zero3(units=root,alignment_bytes=64,loss=sum) sgd(lr=0.1) exact seed=1 : "
       "accumulate(2) step");
   const Case c = Case::parse(
-      "gpt(layers=1,hidden=4,heads=2,vocab=5,positions=3) mesh(dp_shard=4) zero2(prefetch=2) adam(lr=0.1) "
+      "gpt(layers=1,hidden=4,heads=2,vocab=5,positions=3) mesh(dp_shard=4) zero2(prefetch_forward=2,prefetch_backward=2) adam(lr=0.1) "
       "ordered seed=7 : accumulate(3) step*2");
   std::vector<Case> tried;
   const auto only_there = [&](const Case& other) {
@@ -121,52 +155,36 @@ TEST(Causes, a_case_is_explained_when_it_fails_with_nothing_else) {
   EXPECT_EQ(tried[0].mesh, c.mesh);
   EXPECT_EQ(tried[0].strategy, "zero2");
   EXPECT_EQ(tried[1].model.kind, golden::Model::Kind::gpt);
-  EXPECT_EQ(tried[1].options.prefetch, 0) << "prefetch is no part of it";
+  EXPECT_EQ(tried[1].options.of("prefetch_forward"), 0) << "prefetch is no part of it";
   EXPECT_EQ(tried[1].optimizer.kind, golden::Optimizer::Kind::sgd);
-  const auto nowhere = [](const Case&) {
-    Verdict held;
-    held.held = true;
-    return held;
-  };
+  const auto nowhere = [](const Case&) { return held_verdict(); };
   EXPECT_FALSE(explains(minimal, "values", c, nowhere));
-  EXPECT_FALSE(explains(minimal, "values", c, [](const Case&) { return failed("error", "error: another"); }));
+  EXPECT_FALSE(explains(minimal, "values", c, [](const Case&) { return verdict_on(std::runtime_error("another")); }));
 }
 
 TEST(Causes, neither_experiment_stands_for_the_other) {
   const auto at = [](const char* model, const char* rest) {
-    return Case::parse(std::string(model) + " mesh(dp_shard=2) zero3(units=root,align=64,loss=sum" + rest);
+    return Case::parse(std::string(model) + " mesh(dp_shard=2) zero3(units=root,alignment_bytes=64,loss=sum" + rest);
   };
   const char* const mlp = "mlp(widths=1-1,act=identity,bias=0)";
-  const Case minimal = at(mlp, ",prefetch=1) sgd(lr=0.1) exact seed=1 : step");
+  const Case minimal = at(mlp, ",prefetch_forward=1,prefetch_backward=1) sgd(lr=0.1) exact seed=1 : step");
   // On one mesh, under one strategy and in one mode; it needs another option than prefetch.
-  const Case c = at(mlp, ",prefetch=1,pooled=1) sgd(lr=0.1) exact seed=2 : step");
-  const auto with_pooled = [](const Case& other) {
-    Verdict verdict = failed("gradient");
-    verdict.held = other.options.pooled == 0;
-    return verdict;
-  };
+  const Case c = at(mlp, ",prefetch_forward=1,prefetch_backward=1,buffers=pooled) sgd(lr=0.1) exact seed=2 : step");
+  const auto with_pooled = [](const Case& other) { return failed_but_for(other.options.has("buffers", "freed")); };
   EXPECT_FALSE(explains(minimal, "values", c, with_pooled));
   // Plain enough, but the minimal case holds where it is.
-  const Case elsewhere = Case::parse(std::string(mlp) + " mesh(dp_shard=3) zero3(units=root,align=64,loss=sum,prefetch=1) "
+  const Case elsewhere = Case::parse(std::string(mlp) + " mesh(dp_shard=3) zero3(units=root,alignment_bytes=64,loss=sum,prefetch_forward=1,prefetch_backward=1) "
                                      "sgd(lr=0.1) exact seed=2 : step");
-  const auto there_alone = [&](const Case& other) {
-    Verdict verdict = failed("gradient");
-    verdict.held = other.seed == minimal.seed;
-    return verdict;
-  };
+  const auto there_alone = [&](const Case& other) { return failed_but_for(other.seed == minimal.seed); };
   EXPECT_FALSE(explains(minimal, "values", elsewhere, there_alone));
 }
 
 TEST(Causes, a_minimal_case_on_an_axis_cp_explains_one_without_that_axis) {
   const Case minimal = Case::parse(
       "mlp(widths=1-1,act=identity,bias=0) mesh(cp=1) "
-      "zero3(units=root,align=64,loss=sum,attention=gathered,context=contiguous,ema=50) sgd(lr=0.1) canonical seed=1 : step");
-  const Case c = Case::parse("mlp(widths=2-3) mesh(dp_shard=2) zero3(ema=99,prefetch=1) sgd(lr=0.1) ordered seed=2 : step");
-  const auto with_ema = [](const Case& other) {
-    Verdict verdict = failed("ema");
-    verdict.held = other.options.ema == 0;
-    return verdict;
-  };
+      "zero3(units=root,alignment_bytes=64,loss=sum,attention=gathered,context=contiguous,ema=50) sgd(lr=0.1) canonical seed=1 : step");
+  const Case c = Case::parse("mlp(widths=2-3) mesh(dp_shard=2) zero3(ema=99,prefetch_forward=1,prefetch_backward=1) sgd(lr=0.1) ordered seed=2 : step");
+  const auto with_ema = [](const Case& other) { return failed_but_for(other.options.ema == 0); };
   EXPECT_TRUE(explains(minimal, "values", c, with_ema));
 }
 
@@ -239,7 +257,7 @@ TEST(Causes, what_one_run_told_apart_stays_apart_when_it_is_merged) {
   ++merged.reports;
   add_line(line(plain + "3 : step"), merged);
   add_line(line(plain + "1 : step"), merged);
-  add_line(line("mlp(widths=1-1) mesh() zero3(prefetch=1) sgd(lr=0.1) fast seed=4 : step"), merged);
+  add_line(line("mlp(widths=1-1) mesh() zero3(prefetch_forward=1,prefetch_backward=1) sgd(lr=0.1) fast seed=4 : step"), merged);
   ASSERT_EQ(merged.minimal.size(), 3u);
   EXPECT_EQ(merged.minimal[0].alike, 2);
   EXPECT_EQ(merged.minimal[1].alike, 0);

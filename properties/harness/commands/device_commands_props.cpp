@@ -39,7 +39,7 @@ TrainOptions options_on_device(const std::string& directory) {
 std::vector<double> losses_of(const TrainOptions& options, const TrainingData& text) {
   std::vector<double> losses;
   const TrainResult result = train(options, text, [&](const TrainStep& step) { losses.push_back(step.loss); });
-  EXPECT_FALSE(result.difference) << *result.difference;
+  EXPECT_FALSE(result.difference) << result.difference->str();
   EXPECT_GT(result.values_compared, 0);
   return losses;
 }

@@ -60,7 +60,8 @@ std::string difference_after(const std::function<void(golden::StepTrace&, std::v
   std::vector<RankStep> ranks = sharded_step(trace);
   change(trace, ranks);
   int64_t compared = 0;
-  return first_difference(trace, ranks, copies, &compared).value_or("none");
+  const auto difference = first_difference(trace, ranks, copies, &compared);
+  return difference ? difference->str() : "none";
 }
 
 void expect_prefix(const std::string& text, const std::string& prefix) {
@@ -78,14 +79,14 @@ RankStep with_loss(double loss) {
 TEST(StepDifference, equal_steps_have_none_and_every_value_is_counted) {
   const golden::StepTrace trace = golden_step();
   int64_t compared = 0;
-  EXPECT_EQ(first_difference(trace, sharded_step(trace), {}, &compared), std::nullopt);
+  EXPECT_FALSE(first_difference(trace, sharded_step(trace), {}, &compared));
   EXPECT_EQ(compared, 2 + 2 + 2 + 2 * 2 + 3 * 6);
 }
 
 TEST(StepDifference, one_bit_of_any_value_is_found_and_named) {
   const auto up = [](double x) { return std::nextafter(x, 100.0); };
   expect_prefix(difference_after([&](auto&, auto& ranks) { ranks[1].losses[0] = up(0.25); }),
-                "loss of rank 1, round 0: golden 0.25 (0x3fd0000000000000), sharded 0.25000000000000006 "
+                "loss on rank 1, round 0: golden 0.25 (0x3fd0000000000000), sharded 0.25000000000000006 "
                 "(0x3fd0000000000001)");
   expect_prefix(difference_after([&](auto&, auto& ranks) { ranks[0].gradient_norm = up(2); }),
                 "gradient norm on rank 0: golden 2");
@@ -104,9 +105,9 @@ TEST(StepDifference, evaluations_and_buffers_are_those_of_the_same_rank_of_the_g
   expect_prefix(difference_after([&](auto&, auto& ranks) { ranks[0].evaluated.clear(); }),
                 "evaluation on rank 0: only the golden run has one");
   expect_prefix(difference_after([&](auto&, auto& ranks) { ranks[1].buffers = ranks[0].buffers; }),
-                "buffer mean, element [0], on rank 1: golden 40 (0x42200000), sharded 30");
+                "buffer of mean, element [0], on rank 1: golden 40 (0x42200000), sharded 30");
   expect_prefix(difference_after([&](auto&, auto& ranks) { ranks[1].buffers.clear(); }),
-                "buffer mean on rank 1: the sharded run has none");
+                "buffer of mean on rank 1: the sharded run has none");
 }
 
 TEST(StepDifference, the_two_zeros_differ) {

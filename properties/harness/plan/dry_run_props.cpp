@@ -12,6 +12,7 @@
 #include "properties/kit/harness_env.h"
 #include "shardproof/comm/threads/threads.h"
 #include "shardproof/comm/traced.h"
+#include "shardproof/sharding/named_options.h"
 #include "shardproof/shardproof.h"
 
 using namespace harness;
@@ -91,10 +92,10 @@ DryRun dry_of(const Planned& planned) {
   run.samples = 2;
   run.dtype = planned.dtype;
   run.recompute = planned.recompute;
-  run.prefetch = planned.prefetch;
   run.offload_activations = planned.offload_activations;
-  run.delayed_gradient_bytes = planned.delayed_bytes;
-  run.side_by_side = planned.side_by_side;
+  run.sharding = {fmt::format("prefetch_forward={}", planned.prefetch), fmt::format("prefetch_backward={}", planned.prefetch),
+                  fmt::format("delayed_gradient_bytes_max={}", planned.delayed_bytes),
+                  planned.side_by_side ? "gather=side_by_side" : "gather=copied"};
   return run;
 }
 
@@ -135,15 +136,13 @@ std::vector<Counted> really(const DryRun& run) {
     std::optional<ContextParallel> context;
     if (c.context_ranks() > 1) context = context_parallel(network.module, comms, context_options(c));
     ShardOptions options;
+    set_options(options, run.sharding);
     options.strategy = strategy(c.strategy);
     options.units = [parts = network.parts](const std::string&, const torch::nn::Module& module) {
       return std::ranges::any_of(parts, [&](const auto& part) { return part.get() == &module; });
     };
-    options.prefetch_forward = options.prefetch_backward = run.prefetch;
     if (run.recompute) options.recompute = by_type<LlamaLayerImpl>();
     if (run.offload_activations) options.offload_activations = options.units;
-    options.delayed_gradient_bytes_max = run.delayed_gradient_bytes;
-    if (run.side_by_side) options.gather = Gather::side_by_side;
     if (run.dtype == "bf16") options.precision = {.main = at::kFloat, .compute = at::kBFloat16, .reduce = at::kBFloat16};
     Sharded sharded = fully_shard(network.module, comms, options);
     Optimizer optimizer = adamw(sharded, {});
@@ -288,7 +287,7 @@ TEST(Plan, memory_that_ranks_share_counts_once_for_all_of_them) {
   DryRun run =
       dry_of({"llama(layers=6,hidden=32,heads=4,kv_heads=4,intermediate=64,vocab=20,positions=2)", "dp_shard=4", "zero3"});
   const DryRunResult copies = dry_run(run);
-  run.side_by_side = true;
+  run.sharding = {"gather=side_by_side"};
   const DryRunResult shares = dry_run(run);
   EXPECT_EQ(shares.built.now_total(), copies.built.now_total());
   EXPECT_EQ(shares.stepped.peak(MemoryKind::gathered), 0);

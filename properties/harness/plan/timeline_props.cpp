@@ -248,7 +248,7 @@ TEST(Timeline, gathers_ahead_hide_the_network_of_a_real_step) {
   machine.flops = {{"float32", 1e12}};
   machine.inside = {1e-6, 1e10};
   const StepTime late = walk(dry_run(run).record, machine);
-  run.prefetch = 1;
+  run.sharding = {"prefetch_forward=1", "prefetch_backward=1"};
   const StepTime ahead = walk(dry_run(run).record, machine);
   EXPECT_DOUBLE_EQ(late.communicating, ahead.communicating);
   EXPECT_LT(ahead.waiting, 0.5 * late.waiting);  // operators take longer than gathers here

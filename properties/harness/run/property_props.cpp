@@ -46,9 +46,9 @@ TEST(Property, that_complains_fails_the_case_by_its_name_with_step_and_rank) {
                                  return here ? Complaint("two eggs") : Complaint();
                                }});
   const Verdict verdict = run_case(two_steps());
-  EXPECT_FALSE(verdict.held);
-  EXPECT_EQ(verdict.category, "property planted_live");
-  EXPECT_EQ(verdict.what, "property planted_live: step 2, rank 2, after the update: two eggs");
+  EXPECT_FALSE(verdict.held());
+  EXPECT_EQ(verdict.kind(), "property planted_live");
+  EXPECT_EQ(verdict.str(), "property planted_live: step 2, rank 2, after the update: two eggs");
 }
 
 TEST(Property, that_has_no_complaint_lets_a_case_hold_and_is_counted) {
@@ -78,7 +78,7 @@ TEST(Property, is_asked_on_every_rank_at_every_moment_and_begins_again_after_a_l
                                }});
   const Verdict verdict = run_case(
       Case::parse("mlp(widths=3-4) mesh(dp_shard=3) zero3 sgd(lr=0.1) ordered seed=7 : step save load@strategy(zero2) step"));
-  EXPECT_TRUE(verdict.held) << verdict.what;
+  EXPECT_TRUE(verdict.held()) << verdict.str();
   using enum Moment;
   const std::vector<std::pair<size_t, Moment>> expected = {{0, begun}, {0, backward}, {0, stepped},
                                                            {1, begun}, {1, backward}, {1, stepped}};
@@ -95,7 +95,7 @@ TEST(Property, of_a_finished_run_sees_what_both_sides_trained) {
                                  return {};
                                }});
   const Verdict verdict = run_case(two_steps());
-  EXPECT_TRUE(verdict.held) << verdict.what;
+  EXPECT_TRUE(verdict.held()) << verdict.str();
   EXPECT_TRUE(seen);
 }
 
@@ -117,7 +117,7 @@ TEST(Property, that_complains_is_shrunk_and_its_minimal_case_replays) {
   EXPECT_EQ(failure.what, "property planted_on_three: three ranks and two rounds");
   EXPECT_EQ(failure.minimal.mesh.size(), 3) << failure.minimal.str();
   EXPECT_EQ(failure.minimal.steps, std::vector<StepPlan>{{.rounds = 2}}) << failure.minimal.str();
-  EXPECT_EQ(run_case(Case::parse(failure.minimal.str())).what, failure.what);
+  EXPECT_EQ(run_case(Case::parse(failure.minimal.str())).str(), failure.what);
 }
 
 TEST(Property, complaints_travel_between_processes) {

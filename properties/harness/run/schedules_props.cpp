@@ -33,7 +33,7 @@ using Kind = Interleaving::Kind;
 
 // Has a save in the background, offloaded gradients, gathers ahead, and two worlds, one after the other.
 constexpr const char* kBusy =
-    "mlp(widths=5-7-6-3) mesh(dp_shard=3) zero3(units=leaf,prefetch=1,offload=pinned) adamw(lr=0.01,clip=1) ordered seed=7 : "
+    "mlp(widths=5-7-6-3) mesh(dp_shard=3) zero3(units=leaf,prefetch_forward=1,prefetch_backward=1,offload=pinned) adamw(lr=0.01,clip=1) ordered seed=7 : "
     "step save step load@mesh(dp_shard=2) step";
 
 std::string trace(const Case& c, const Interleaving& schedule) {
@@ -133,7 +133,7 @@ TEST(Schedules, a_case_with_a_schedule_reads_back_and_holds) {
     c.interleaving = schedule;
     EXPECT_EQ(Case::parse(c.str()).interleaving, schedule) << c.str();
     const Verdict verdict = run_case(c);
-    EXPECT_TRUE(verdict.held) << c.str() << "\n" << verdict.what;
+    EXPECT_TRUE(verdict.held()) << c.str() << "\n" << verdict.str();
   }
 }
 
@@ -171,13 +171,9 @@ TEST(Schedules, a_minimal_case_has_the_simplest_schedule_that_still_fails) {
   Case c = Case::parse(kBusy);
   c.interleaving = Interleaving{.kind = Kind::pct, .seed = 9, .depth = 3, .steps = 100};
   const auto minimal = [&](const std::function<bool(const Case&)>& fails) {
-    const Verdict failed{.held = false, .what = "error: x", .category = "error"};
+    const Verdict failed{.outcome = Verdict::Outcome::error, .says = "x"};
     return shrink(c, failed, {.time = std::chrono::seconds(20)},
-                  [&](const Case& variant) {
-                    Verdict verdict = failed;
-                    verdict.held = !fails(variant);
-                    return verdict;
-                  })
+                  [&](const Case& variant) { return fails(variant) ? failed : held_verdict(); })
         .minimal;
   };
   EXPECT_FALSE(minimal([](const Case&) { return true; }).interleaving);
@@ -228,7 +224,7 @@ TEST(Schedules, random_cases_have_the_same_bits_under_each) {
   limits.world_max = 4;
   for (int64_t index = 0; index < 8; ++index) {
     const Case c = generate(77, index, limits);
-    if (!run_case(c).held) continue;  // diverged, as its golden run does
+    if (!run_case(c).held()) continue;  // diverged, as its golden run does
     const Schedules found = try_schedules(c, 5);
     EXPECT_FALSE(found.failing) << c.str() << "\n" << found.failing->str() << "\n" << found.what;
   }
@@ -237,7 +233,7 @@ TEST(Schedules, what_only_a_schedule_shows_is_found_stored_and_replayed_with_it)
   static RanksInOrder order;
   register_property(order.property());
   Case c = Case::parse("mlp(widths=3-4-2) mesh(dp_shard=3) zero3(units=leaf) sgd(lr=0.1) ordered seed=1 : step*2");
-  for (order.of(c.seed); !run_case(c).held; order.of(++c.seed)) ASSERT_LT(c.seed, 100u);
+  for (order.of(c.seed); !run_case(c).held(); order.of(++c.seed)) ASSERT_LT(c.seed, 100u);
   const harness_env::Folder folder;
   std::filesystem::create_directory(folder / "corpus");
   std::ofstream(folder / "corpus/one.case") << c.str() << "\n";
@@ -256,7 +252,7 @@ TEST(Schedules, what_only_a_schedule_shows_is_found_stored_and_replayed_with_it)
   ASSERT_TRUE(failure.minimal.interleaving) << failure.minimal.str();
   const std::string line = replay_line(failure.minimal, options);
   EXPECT_NE(line.find(failure.minimal.interleaving->str()), std::string::npos) << line;
-  for (int time = 0; time < 2; ++time) EXPECT_EQ(run_case(Case::parse(failure.minimal.str())).what, failure.what);
+  for (int time = 0; time < 2; ++time) EXPECT_EQ(run_case(Case::parse(failure.minimal.str())).str(), failure.what);
   EXPECT_EQ(Failures(options.failures_directory).all().at(0), failure.minimal);
   order.of(0);
 }

@@ -5,6 +5,7 @@
 
 #include <fmt/format.h>
 
+#include <source_location>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -40,11 +41,31 @@ std::string message(fmt::format_string<detail::Shown<Values>...> format, Values&
   return fmt::format(format, detail::shown(std::forward<Values>(values))...);
 }
 
+// What a failure is known by, whatever numbers and names its message has: the area and the condition of a check, or the place
+// in the source that throws.
+class Origin {
+ public:
+  Origin(const char* check) : text_(check) {}
+  Origin(std::string text) : text_(std::move(text)) {}
+  Origin(const std::source_location& place) : text_(fmt::format("{}:{}", name_of(place.file_name()), place.line())) {}
+  const std::string& str() const { return text_; }
+
+ private:
+  static std::string_view name_of(std::string_view path) { return path.substr(path.rfind('/') + 1); }
+
+  std::string text_;
+};
+
 // The caller, the input or the environment is wrong. The message says how to mend it. Messages repeat text that comes from
 // files, so they are escaped (escape.h).
 class Error : public std::runtime_error {
  public:
-  explicit Error(const std::string& message) : std::runtime_error(escaped_lines(message)) {}
+  explicit Error(const std::string& message, Origin origin = std::source_location::current())
+      : std::runtime_error(escaped_lines(message)), origin_(std::move(origin)) {}
+  const Origin& origin() const { return origin_; }
+
+ private:
+  Origin origin_;
 };
 
 // A loss, a gradient or a parameter is NaN or infinite. The message names the step, the rank and the tensor.
@@ -56,17 +77,22 @@ class NonFiniteError : public Error {
 // This library has a defect.
 class BrokenInvariant : public std::logic_error {
  public:
-  explicit BrokenInvariant(const std::string& message) : std::logic_error(escaped_lines(message)) {}
+  explicit BrokenInvariant(const std::string& message, Origin origin = std::source_location::current())
+      : std::logic_error(escaped_lines(message)), origin_(std::move(origin)) {}
+  const Origin& origin() const { return origin_; }
+
+ private:
+  Origin origin_;
 };
 
 }  // namespace shardproof
 
 // Throws Error unless the condition holds:
 //   SHARD_REQUIRE(size > 0, "mesh", "axis {} must have a size of at least 1, got {}", name, size)
-#define SHARD_REQUIRE(condition, area, ...)                                          \
-  do {                                                                               \
-    if (!(condition)) [[unlikely]]                                                   \
-      throw ::shardproof::Error("[" area "] " + ::shardproof::message(__VA_ARGS__)); \
+#define SHARD_REQUIRE(condition, area, ...)                                                                 \
+  do {                                                                                                      \
+    if (!(condition)) [[unlikely]]                                                                          \
+      throw ::shardproof::Error("[" area "] " + ::shardproof::message(__VA_ARGS__), "[" area "] " #condition); \
   } while (false)
 
 // Throws BrokenInvariant unless the condition holds:
@@ -75,5 +101,6 @@ class BrokenInvariant : public std::logic_error {
   do {                                                                                       \
     if (!(condition)) [[unlikely]]                                                           \
       throw ::shardproof::BrokenInvariant("[" area "] broken invariant `" #condition "`: " + \
-                                          ::shardproof::message(__VA_ARGS__));               \
+                                          ::shardproof::message(__VA_ARGS__),                \
+                                          "[" area "] " #condition);                         \
   } while (false)

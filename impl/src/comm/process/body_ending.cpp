@@ -39,21 +39,24 @@ Ending ending_of(const std::exception_ptr& thrown, const std::string& last_call)
   if (!thrown) return ending;
   ending.failed = 1;
   ending.kind = Ending::error;
-  std::string text = "an exception without a message";
+  std::string text = "an exception without a message", origin;
+  const auto from = [&](const auto& error) { text = error.what(), origin = error.origin().str(); };
   try {
     std::rethrow_exception(thrown);
   } catch (const RelayedError& e) {
     ending.relayed = 1;
-    text = e.what();
+    from(e);
   } catch (const NonFiniteError& e) {
     ending.kind = Ending::non_finite;
-    text = e.what();
+    from(e);
   } catch (const FailedCheck& e) {
     ending.kind = Ending::failed_check;
-    text = e.what();
+    from(e);
   } catch (const BrokenInvariant& e) {
     ending.kind = Ending::invariant;
-    text = e.what();
+    from(e);
+  } catch (const Error& e) {
+    from(e);
   } catch (const c10::Error& e) {
     text = e.what_without_backtrace();
   } catch (const std::exception& e) {
@@ -62,16 +65,18 @@ Ending ending_of(const std::exception_ptr& thrown, const std::string& last_call)
   }
   if (ending.relayed == 0 && !last_call.empty()) text += fmt::format(" (the last call of this rank was {})", last_call);
   text.copy(ending.text, sizeof ending.text - 1);
+  origin.copy(ending.origin, sizeof ending.origin - 1);
   return ending;
 }
 
 [[noreturn]] void rethrow(const Ending& ending, size_t rank, size_t world) {
   const std::string text =
       said_rank(ending.text, static_cast<int64_t>(rank), static_cast<int64_t>(world)) + ending.text;
-  if (ending.kind == Ending::non_finite) throw NonFiniteError(text);
-  if (ending.kind == Ending::failed_check) throw FailedCheck(text);
-  if (ending.kind == Ending::invariant) throw BrokenInvariant(text);
-  throw Error(text);
+  const std::string origin = ending.origin;
+  if (ending.kind == Ending::non_finite) throw NonFiniteError(text, origin);
+  if (ending.kind == Ending::failed_check) throw FailedCheck(text, origin);
+  if (ending.kind == Ending::invariant) throw BrokenInvariant(text, origin);
+  throw Error(text, origin);
 }
 
 // The rank whose error came first: one that was no answer to another's.

@@ -21,7 +21,8 @@ class RelayedError : public Error {
 struct Ending {
   enum Kind : int64_t { well, error, non_finite, failed_check, invariant };
   int64_t failed = 0, relayed = 0, kind = well;
-  char text[3500] = {};
+  char origin[500] = {};
+  char text[3000] = {};
 };
 
 // What it threw; null for nothing. A WorldLostError goes on: nobody is left to be told.

@@ -16,7 +16,11 @@ template <typename E>
 [[noreturn]] void rethrow_prefixed(const E& error, int64_t rank, int64_t world) {
   // A derived type would lose what it adds.
   if (typeid(error) != typeid(E)) throw;
-  throw E(said_rank(error.what(), rank, world) + error.what());
+  const std::string text = said_rank(error.what(), rank, world) + error.what();
+  if constexpr (requires { error.origin(); })
+    throw E(text, error.origin());
+  else
+    throw E(text);
 }
 
 }  // namespace

@@ -1,0 +1,52 @@
+#include "harness/run/verdict.h"
+
+#include <fmt/format.h>
+
+#include "harness/run/message.h"
+
+namespace harness {
+namespace {
+
+const char* name_of(Verdict::Outcome outcome) {
+  switch (outcome) {
+    case Verdict::Outcome::held: return "held";
+    case Verdict::Outcome::values: return "values";
+    case Verdict::Outcome::property: return "property";
+    case Verdict::Outcome::schedule: return "schedule";
+    case Verdict::Outcome::control: return "control";
+    case Verdict::Outcome::error: return "error";
+    case Verdict::Outcome::crash: return "crash";
+    case Verdict::Outcome::diverged: return "diverged";
+  }
+  return "";
+}
+
+}  // namespace
+
+std::string Verdict::kind() const {
+  return origin.empty() ? name_of(outcome) : fmt::format("{} {}", name_of(outcome), origin);
+}
+
+std::string Verdict::str() const {
+  switch (outcome) {
+    case Outcome::held: return "";
+    case Outcome::values: return fmt::format("step {}: {}", step + 1, difference.str());
+    case Outcome::property: return fmt::format("property {}: {}", origin, says);
+    case Outcome::crash: return fmt::format("crash ({})", origin);
+    default: return fmt::format("{}: {}", name_of(outcome), says);
+  }
+}
+
+Verdict held_verdict() {
+  return {.outcome = Verdict::Outcome::held};
+}
+
+Verdict verdict_on(const std::exception& error) {
+  return {.outcome = Verdict::Outcome::error, .origin = origin_of(error), .says = message_of(error)};
+}
+
+bool fails_alike(const Verdict& one, const Verdict& other) {
+  return !one.held() && one.kind() == other.kind() && one.difference.value == other.difference.value;
+}
+
+}  // namespace harness
