@@ -1,7 +1,7 @@
 # Tests of the harness part; see shardproof_test in CMakeLists.txt.
 shardproof_test(NAME case_props LABEL harness TORCH LIBRARIES harness SOURCES harness/case/case_props.cpp
-  sharding/named_options_props.cpp harness/case/facets_props.cpp harness/case/mesh_order_props.cpp harness/case/together_props.cpp
-  harness/case/work_props.cpp)
+  sharding/named_options_props.cpp harness/case/facets_props.cpp harness/case/mesh_order_props.cpp
+  harness/case/together_props.cpp harness/case/work_props.cpp)
 shardproof_test(NAME comparison_props LABEL harness TORCH LIBRARIES harness SOURCES harness/compare/comparison_props.cpp
   harness/case/exact_props.cpp
   harness/commands/campaign_props.cpp)

@@ -33,7 +33,8 @@ endforeach()
 
 # What a campaign found: a kernel is given the address of a tensor without elements, which is no memory of the device.
 string(CONCAT _case "mlp(widths=1-1-1-1,act=identity,bias=0) mesh(tp=2) "
-  "zero3(units=root,alignment_bytes=64,loss=sum,arithmetic=canonical,overlap_pieces=2) sgd(lr=0.1) canonical seed=540110 : step")
+  "zero3(units=root,alignment_bytes=64,loss=sum,arithmetic=canonical,overlap_pieces=2) sgd(lr=0.1) canonical "
+  "seed=540110 : step")
 add_test(NAME Doubles.a_kernel_on_no_elements_reads_nothing
   COMMAND shardproof_doubles replay --backend late_device "${_case}")
 set_tests_properties(Doubles.a_kernel_on_no_elements_reads_nothing PROPERTIES LABELS device)

@@ -17,8 +17,14 @@ std::vector<OptionRow> rows_of_fully_shard() {
   std::vector<OptionRow> rows;
   for (const NamedOption& option : named_options()) {
     if (option.drawn.empty()) continue;
-    rows.push_back({option.name, nullptr, option.words, {option.drawn.begin(), option.drawn.end()}, option.often,
-                    static_cast<int64_t>(option.standard()), /*draws_apart=*/true, number_of(option)});
+    rows.push_back({option.name,
+                    nullptr,
+                    option.words,
+                    {option.drawn.begin(), option.drawn.end()},
+                    option.often,
+                    static_cast<int64_t>(option.standard()),
+                    /*draws_apart=*/true,
+                    number_of(option)});
   }
   return rows;
 }

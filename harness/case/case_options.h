@@ -64,7 +64,7 @@ struct CaseOptions {
 
 struct OptionRow {
   std::string key;
-  int64_t CaseOptions::* member;    // null: an option of fully_shard
+  int64_t CaseOptions::*member;     // null: an option of fully_shard
   std::vector<std::string> names;   // of the values 0, 1, ...; empty: the value is a number
   std::vector<int64_t> others;      // values that the generator draws instead of the default
   double probability;               // of one of those

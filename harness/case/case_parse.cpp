@@ -80,9 +80,8 @@ void read_strategy(Scanner& scanner, Case& c) {
   c.strategy = read_strategy_name(scanner);
   for (const Argument& a : scanner.arguments()) {
     const OptionRow& row = find_row(scanner, a, option_rows());
-    row.of(c.options) = row.names.empty()
-                                ? scanner.integer(a)
-                                : static_cast<int64_t>(scanner.choice(a, {row.names.begin(), row.names.end()}));
+    row.of(c.options) =
+        row.names.empty() ? scanner.integer(a) : static_cast<int64_t>(scanner.choice(a, {row.names.begin(), row.names.end()}));
   }
 }
 

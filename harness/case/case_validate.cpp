@@ -132,7 +132,8 @@ void validate_options(const Case& c) {
                   "reshard={} counts neighbours along dp_shard, and {} gathers over dp_replicate as well", o.reshard,
                   strategy.name);
   }
-  SHARD_REQUIRE(c.optimizer.kind != golden::Optimizer::Kind::muon || o.has("granularity", "tensor") || c.strategy == "ddp" || c.mesh.size() == 1,
+  SHARD_REQUIRE(c.optimizer.kind != golden::Optimizer::Kind::muon || o.has("granularity", "tensor") || c.strategy == "ddp" ||
+                    c.mesh.size() == 1,
                 "case", "muon needs whole parameters: write {}(granularity=tensor)", c.strategy);
   SHARD_REQUIRE(o.loss != loss_tokens || o.divide == divide_after, "case",
                 "loss=tokens divides after the sum; leave out divide");

@@ -144,7 +144,9 @@ golden::Run make_run(const Case& c) {
                   .scaling = {}};
   run.model.canonical = c.options.arithmetic != 0;
   run.optimizer.groups = optimizer_groups(c);
-  run.order = {.shards = c.shards(), .replicas = c.replicas(), .replicas_last = c.options.of("reduce_replicas_every_microbatch") == 0,
+  run.order = {.shards = c.shards(),
+               .replicas = c.replicas(),
+               .replicas_last = c.options.of("reduce_replicas_every_microbatch") == 0,
                .canonical = c.mode == Mode::canonical};
   run.scaling = {.initial = static_cast<double>(c.options.loss_scale),
                  .growth_interval = 2,

@@ -94,7 +94,8 @@ int run_and_shrink(const Case& c, const Arguments& arguments) {
   }
   const Shrunk shrunk = shrink_crash(c, verdict, arguments.shrink_seconds, arguments.shrink_runs);
   const std::string replay = fmt::format("{} replay '{}'", program_name(), shrunk.minimal.str());
-  fmt::print("FAILURE: {}\n  minimal  {}\n  found as {}\n  replay   {}\n", verdict.str(), shrunk.minimal.str(), c.str(), replay);
+  fmt::print("FAILURE: {}\n  minimal  {}\n  found as {}\n  replay   {}\n", verdict.str(), shrunk.minimal.str(), c.str(),
+             replay);
   json.write({{"type", "failure"},
               {"what", verdict.str()},
               {"case", shrunk.minimal.str()},

@@ -216,8 +216,7 @@ class Campaign {
       const std::lock_guard lock(mutex_);
       result_.coverage.add(c, verdict, passes);
       cases = result_.coverage.cases();
-      nlohmann::json line = {
-          {"type", "case"}, {"case", c.str()}, {"held", passes}, {"seconds", seconds}, {"cases", cases}};
+      nlohmann::json line = {{"type", "case"}, {"case", c.str()}, {"held", passes}, {"seconds", seconds}, {"cases", cases}};
       if (c.mode == Mode::fast) {
         line["ratio"] = verdict.ratio_max;
         line["precision"] = c.options.compute == fp32 ? "float32" : "low precision";
@@ -235,8 +234,11 @@ class Campaign {
   void say(const Case& c, const Verdict& verdict, double seconds) {
     if (verbosity() != Verbosity::verbose) return;
     progress_.clear();
-    fmt::print(stderr, "{} {:>6.2f} s  {}\n", verdict.diverged() ? "diverged" : verdict.held() ? "held    " : "FAILED  ", seconds,
-               c.str());
+    fmt::print(stderr, "{} {:>6.2f} s  {}\n",
+               verdict.diverged() ? "diverged"
+               : verdict.held()   ? "held    "
+                                  : "FAILED  ",
+               seconds, c.str());
   }
 
   // Under the lock, or when all workers are through.

@@ -72,7 +72,7 @@ std::vector<int64_t> Copies::of(const std::string& parameter, int64_t numel, int
 }
 
 std::optional<Difference> tensor_kinds(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies,
-                                        std::vector<TensorKind>& kinds) {
+                                       std::vector<TensorKind>& kinds) {
   const auto kind = [&](const std::string& name, golden::Named tensors, int64_t Holders::* held) {
     TensorKind made{name, std::move(tensors), {}, {}};
     for (const auto& [parameter, value] : made.golden) made.copies.push_back(copies.of(parameter, value.numel(), held));
@@ -123,13 +123,12 @@ std::optional<Difference> sort_pieces(const TensorKind& kind, std::vector<std::v
     for (const Piece& piece : *kind.pieces[rank]) {
       size_t tried = 0;
       for (; tried < golden.size() && golden[at].first != piece.name; ++tried) at = (at + 1) % golden.size();
-      if (tried == golden.size())
-        return element_on(rank, kind.name, piece.name, "", "the golden run has none");
+      if (tried == golden.size()) return element_on(rank, kind.name, piece.name, "", "the golden run has none");
       if (!fits(piece, golden[at].second))
-        return element_on(rank, kind.name, piece.name, "",
-                          fmt::format("{} values for the elements [{}, {}) of [{}] do not fit into [{}]", piece.data.numel(),
-                                      piece.run.begin, piece.run.end, fmt::join(piece.shape, ", "),
-                                      fmt::join(golden[at].second.sizes(), ", ")));
+        return element_on(
+            rank, kind.name, piece.name, "",
+            fmt::format("{} values for the elements [{}, {}) of [{}] do not fit into [{}]", piece.data.numel(), piece.run.begin,
+                        piece.run.end, fmt::join(piece.shape, ", "), fmt::join(golden[at].second.sizes(), ", ")));
       sorted[at].push_back({rank, &piece});
     }
   }
@@ -144,12 +143,12 @@ std::optional<Difference> sort_pieces(const TensorKind& kind, std::vector<std::v
       return !miscounted(runs, tensor.numel(), copies);
     });
     if (miscount && !as_others)
-      return Difference{.value = kind.name,
-                        .tensor = name,
-                        .element = index_of(miscount->element, tensor),
-                        .says = fmt::format("held by {} ranks, not by {}",
-                                            miscount->copies == 0 ? "no" : std::to_string(miscount->copies),
-                                            fmt::join(allowed, " or "))};
+      return Difference{
+          .value = kind.name,
+          .tensor = name,
+          .element = index_of(miscount->element, tensor),
+          .says = fmt::format("held by {} ranks, not by {}", miscount->copies == 0 ? "no" : std::to_string(miscount->copies),
+                              fmt::join(allowed, " or "))};
   }
   return {};
 }

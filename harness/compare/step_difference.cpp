@@ -24,7 +24,7 @@ std::string both(Float golden, Float sharded) {
 }
 
 Found evaluations(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies,
-                       int64_t* compared) {
+                  int64_t* compared) {
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     const std::vector<double>& sharded = ranks[rank].evaluated;
     if (sharded.empty() != golden.evaluated.empty())
@@ -32,14 +32,12 @@ Found evaluations(const golden::StepTrace& golden, const std::vector<RankStep>& 
     if (sharded.empty()) continue;
     ++*compared;
     const double expected = golden.evaluated.at(copies.data_rank(rank));
-    if (!same<uint64_t>(expected, sharded[0]))
-      return number_on(rank, "evaluation", both<uint64_t>(expected, sharded[0]));
+    if (!same<uint64_t>(expected, sharded[0])) return number_on(rank, "evaluation", both<uint64_t>(expected, sharded[0]));
   }
   return {};
 }
 
-Found losses(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies,
-                  int64_t* compared) {
+Found losses(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies, int64_t* compared) {
   for (size_t rank = 0; rank < ranks.size(); ++rank)
     if (ranks[rank].losses.size() != golden.losses.size())
       return other_rounds(rank, ranks[rank].losses.size(), golden.losses.size());
@@ -74,8 +72,8 @@ int64_t first_difference(const float* golden, const float* sharded, int64_t leng
 }
 
 // The lowest element that differs on any rank.
-Found tensor(const TensorKind& kind, const std::string& name, const at::Tensor& golden,
-                  const std::vector<HeldPiece>& pieces, bool zeros_alike, int64_t* compared) {
+Found tensor(const TensorKind& kind, const std::string& name, const at::Tensor& golden, const std::vector<HeldPiece>& pieces,
+             bool zeros_alike, int64_t* compared) {
   const at::Tensor whole = golden.contiguous();
   const float* values = whole.const_data_ptr<float>();
   const HeldPiece* worst = nullptr;
@@ -92,28 +90,24 @@ Found tensor(const TensorKind& kind, const std::string& name, const at::Tensor& 
   return element_on(worst->rank, kind.name, name, index_of(element, whole), both<uint32_t>(values[element], sharded));
 }
 
-Found buffers(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies,
-                   int64_t* compared) {
+Found buffers(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies, int64_t* compared) {
   for (size_t rank = 0; rank < ranks.size() && !golden.buffers.empty(); ++rank)
     for (const auto& [name, expected] : golden.buffers.at(copies.data_rank(rank))) {
       const auto held = std::ranges::find(ranks[rank].buffers, name, [](const auto& item) { return item.first; });
-      if (held == ranks[rank].buffers.end())
-        return element_on(rank, "buffer", name, "", "the sharded run has none");
+      if (held == ranks[rank].buffers.end()) return element_on(rank, "buffer", name, "", "the sharded run has none");
       const float* values = expected.const_data_ptr<float>();
       const float* sharded = held->second.const_data_ptr<float>();
       const int64_t element = first_difference(values, sharded, expected.numel(), /*zeros_alike=*/false);
       *compared += expected.numel();
       if (element < expected.numel())
-        return element_on(rank, "buffer", name, index_of(element, expected),
-                          both<uint32_t>(values[element], sharded[element]));
+        return element_on(rank, "buffer", name, index_of(element, expected), both<uint32_t>(values[element], sharded[element]));
     }
   return {};
 }
 
 }  // namespace
 
-Found first_difference(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies,
-                            int64_t* compared) {
+Found first_difference(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies, int64_t* compared) {
   if (copies.buffers)
     if (auto difference = evaluations(golden, ranks, copies, compared)) return difference;
   if (auto difference = losses(golden, ranks, copies, compared)) return difference;

@@ -78,9 +78,9 @@ class Judge {
 
   // `before`: what the step began with, where it only changes something. `kind_size`: of all tensors of the kind. `gradient`:
   // of the same parameter, in the truth; and the size of all gradients.
-  Found tensor(const std::string& kind, const std::string& name, const at::Tensor& whole, const at::Tensor& before, double kind_size,
-                    const at::Tensor& gradient, double gradients_size, const std::vector<Values>& references,
-                    const std::vector<HeldPiece>& pieces) {
+  Found tensor(const std::string& kind, const std::string& name, const at::Tensor& whole, const at::Tensor& before,
+               double kind_size, const at::Tensor& gradient, double gradients_size, const std::vector<Values>& references,
+               const std::vector<HeldPiece>& pieces) {
     const Values truth = doubles(whole);
     double reference = 0;
     for (const Values& values : references) reference = std::max(reference, distance(truth, values));
@@ -97,9 +97,9 @@ class Judge {
     const std::string far = too_far(norm(farthest.distances), reference, least, size);
     if (far.empty()) return {};
     const auto at = static_cast<size_t>(farthest.element);
-    return element_on(farthest.held->rank, kind, name, index_of(farthest.element, whole),
-                      fmt::format("truth {:.17g}, golden {:.9g}, sharded {:.9g}: {}", truth[at], references[0][at],
-                                  farthest.value(), far));
+    return element_on(
+        farthest.held->rank, kind, name, index_of(farthest.element, whole),
+        fmt::format("truth {:.17g}, golden {:.9g}, sharded {:.9g}: {}", truth[at], references[0][at], farthest.value(), far));
   }
 
   // How much of a gradient of that size, and of what follows from it, the spacing of numbers around zero may be.
@@ -125,7 +125,7 @@ class Judge {
 };
 
 Found scalars(Judge& judge, const golden::StepTrace& truth, const Traces& references, const std::vector<RankStep>& ranks,
-                   const Copies& copies) {
+              const Copies& copies) {
   const auto of_references = [&](const auto& value_of) {
     Values values;
     for (const golden::StepTrace* trace : references) values.push_back(value_of(*trace));
@@ -152,8 +152,8 @@ Found scalars(Judge& judge, const golden::StepTrace& truth, const Traces& refere
   }
   const auto gradient_norm = [](const golden::StepTrace& trace) { return trace.gradient_norm; };
   for (size_t rank = 0; rank < ranks.size(); ++rank)
-    if (auto difference = judge.scalar(number_on(rank, "gradient norm", ""), truth.gradient_norm,
-                                       of_references(gradient_norm), ranks[rank].gradient_norm))
+    if (auto difference = judge.scalar(number_on(rank, "gradient norm", ""), truth.gradient_norm, of_references(gradient_norm),
+                                       ranks[rank].gradient_norm))
       return difference;
   return {};
 }
@@ -168,7 +168,7 @@ at::Tensor gradient_of(const golden::StepTrace& trace, const std::string& parame
 }  // namespace
 
 Found first_beyond_tolerance(const golden::StepTrace& truth, const golden::Named& before, const Traces& references,
-                                  const std::vector<RankStep>& ranks, Copies copies, double* ratio_max, int64_t* compared) {
+                             const std::vector<RankStep>& ranks, Copies copies, double* ratio_max, int64_t* compared) {
   Judge judge(copies.compute, ratio_max, compared);
   if (auto difference = scalars(judge, truth, references, ranks, copies)) return difference;
   std::vector<TensorKind> kinds;
@@ -190,8 +190,8 @@ Found first_beyond_tolerance(const golden::StepTrace& truth, const golden::Named
       const auto& [name, whole] = kinds[k].golden[i];
       std::vector<Values> of_references;
       for (const auto& trace_kinds : reference_kinds) of_references.push_back(doubles(trace_kinds[k].golden.at(i).second));
-      if (auto difference = judge.tensor(kinds[k].name, name, whole, start_of(i), kind_size,
-                                         gradient_of(truth, name), gradients_size, of_references, sorted[i]))
+      if (auto difference = judge.tensor(kinds[k].name, name, whole, start_of(i), kind_size, gradient_of(truth, name),
+                                         gradients_size, of_references, sorted[i]))
         return difference;
     }
   }

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "golden/golden.h"
-#include "harness/compare/pieces.h"
 #include "harness/compare/difference.h"
+#include "harness/compare/pieces.h"
 #include "harness/compare/step_exchange.h"
 
 namespace harness {
@@ -40,9 +40,9 @@ constexpr double spacing_around_zero(at::ScalarType compute) {
 // `first_difference`, and what is not finite is never near. Adds the number of values compared to `*compared`. `before`:
 // parameters of the truth before the step.
 std::optional<Difference> first_beyond_tolerance(const golden::StepTrace& truth, const golden::Named& before,
-                                                  const std::vector<const golden::StepTrace*>& references,
-                                                  const std::vector<RankStep>& ranks, Copies copies, double* ratio_max,
-                                                  int64_t* compared);
+                                                 const std::vector<const golden::StepTrace*>& references,
+                                                 const std::vector<RankStep>& ranks, Copies copies, double* ratio_max,
+                                                 int64_t* compared);
 
 // The parameter of a step that float32 runs agree best on, relative to its norm: where a planted change has to be noticed.
 size_t best_known_parameter(const golden::StepTrace& truth, const std::vector<const golden::StepTrace*>& references);

@@ -35,8 +35,7 @@ ShardOptions named_in(const DryRun& options) {
 
 // LibTorch has no convolution without memory, and no copy between memory and none, as an optimizer on the host needs it.
 c10::Device device_of(const DryRun& options) {
-  const bool needs_memory =
-      options.what.model.kind == golden::Model::Kind::conv || named_in(options).offload != Offload::none;
+  const bool needs_memory = options.what.model.kind == golden::Model::Kind::conv || named_in(options).offload != Offload::none;
   return needs_memory ? at::kCPU : at::kMeta;
 }
 

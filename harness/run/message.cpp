@@ -19,7 +19,9 @@ std::string message_of(const std::exception& error) {
 }
 
 std::string words_of(const std::string& text) {
-  const auto is_plain = [](unsigned char letter) { return std::isalpha(letter) || letter == ',' || letter == ':' || letter == '_'; };
+  const auto is_plain = [](unsigned char letter) {
+    return std::isalpha(letter) || letter == ',' || letter == ':' || letter == '_';
+  };
   std::istringstream words(text.substr(0, text.find('\n')));
   std::string plain;
   for (std::string word; words >> word;)

@@ -9,14 +9,22 @@ namespace {
 
 const char* name_of(Verdict::Outcome outcome) {
   switch (outcome) {
-    case Verdict::Outcome::held: return "held";
-    case Verdict::Outcome::values: return "values";
-    case Verdict::Outcome::property: return "property";
-    case Verdict::Outcome::schedule: return "schedule";
-    case Verdict::Outcome::control: return "control";
-    case Verdict::Outcome::error: return "error";
-    case Verdict::Outcome::crash: return "crash";
-    case Verdict::Outcome::diverged: return "diverged";
+    case Verdict::Outcome::held:
+      return "held";
+    case Verdict::Outcome::values:
+      return "values";
+    case Verdict::Outcome::property:
+      return "property";
+    case Verdict::Outcome::schedule:
+      return "schedule";
+    case Verdict::Outcome::control:
+      return "control";
+    case Verdict::Outcome::error:
+      return "error";
+    case Verdict::Outcome::crash:
+      return "crash";
+    case Verdict::Outcome::diverged:
+      return "diverged";
   }
   return "";
 }
@@ -29,11 +37,16 @@ std::string Verdict::kind() const {
 
 std::string Verdict::str() const {
   switch (outcome) {
-    case Outcome::held: return "";
-    case Outcome::values: return fmt::format("step {}: {}", step + 1, difference.str());
-    case Outcome::property: return fmt::format("property {}: {}", origin, says);
-    case Outcome::crash: return fmt::format("crash ({})", origin);
-    default: return fmt::format("{}: {}", name_of(outcome), says);
+    case Outcome::held:
+      return "";
+    case Outcome::values:
+      return fmt::format("step {}: {}", step + 1, difference.str());
+    case Outcome::property:
+      return fmt::format("property {}: {}", origin, says);
+    case Outcome::crash:
+      return fmt::format("crash ({})", origin);
+    default:
+      return fmt::format("{}: {}", name_of(outcome), says);
   }
 }
 

@@ -14,20 +14,20 @@ namespace harness {
 struct Verdict {
   enum class Outcome {
     held,
-    values,     // some value differs
-    property,   // a claim about the run (property.h) does not hold
-    schedule,   // other bits with another order of threads and completions
-    control,    // the comparison noticed no planted change
-    error,      // the sharded run threw
-    crash,      // it ended its process
-    diverged    // the unsharded run is not finite either: the sharded one threw NonFiniteError where it had to, and equals it
-                // up to there
+    values,    // some value differs
+    property,  // a claim about the run (property.h) does not hold
+    schedule,  // other bits with another order of threads and completions
+    control,   // the comparison noticed no planted change
+    error,     // the sharded run threw
+    crash,     // it ended its process
+    diverged   // the unsharded run is not finite either: the sharded one threw NonFiniteError where it had to, and equals it
+               // up to there
   };
   Outcome outcome = Outcome::error;
-  int64_t step = -1;            // values: the first that differ, in this step from 0
-  Difference difference = {};   // values
-  std::string origin = {};      // property: its name; error: what it is known by; crash: the signal
-  std::string says = {};        // of the others what happened, in words
+  int64_t step = -1;           // values: the first that differ, in this step from 0
+  Difference difference = {};  // values
+  std::string origin = {};     // property: its name; error: what it is known by; crash: the signal
+  std::string says = {};       // of the others what happened, in words
 
   int64_t values_compared = 0;
   double ratio_max = 0;  // fast mode: largest distance from the truth over the unsharded run's

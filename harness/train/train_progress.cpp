@@ -171,11 +171,10 @@ void TrainJson::step(const TrainStep& step) {
 }
 
 void TrainJson::end(const TrainResult& result, bool checked) {
-  line(fmt::format(
-      R"({{"type":"end","first_step":{},"steps":{},"checked":{},"equal":{},"values_compared":{},"difference":{},)"
-      R"("stopped":{}}})",
-      result.first_step, result.steps, checked, checked ? (result.difference ? "false" : "true") : "null",
-      result.values_compared, result.difference ? quoted(result.difference->str()) : "null", result.stopped));
+  line(fmt::format(R"({{"type":"end","first_step":{},"steps":{},"checked":{},"equal":{},"values_compared":{},"difference":{},)"
+                   R"("stopped":{}}})",
+                   result.first_step, result.steps, checked, checked ? (result.difference ? "false" : "true") : "null",
+                   result.values_compared, result.difference ? quoted(result.difference->str()) : "null", result.stopped));
 }
 
 }  // namespace harness

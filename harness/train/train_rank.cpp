@@ -105,7 +105,8 @@ ShardOptions shard_options(const TrainOptions& options, bool filled_later) {
   }
   if (options.recompute == "blocks") shard.recompute = shard.units;
   else if (options.recompute == "attention") shard.recompute_modules = by_type<AttentionImpl>();
-  else if (!options.recompute.empty()) shard.recompute_modules = by_name(options.recompute);
+  else if (!options.recompute.empty())
+    shard.recompute_modules = by_name(options.recompute);
   if (options.offload_activations) shard.offload_activations = shard.units;
   set_options(shard, options.sharding);
   if (filled_later) fill_shards_later(shard, options.device);

@@ -83,7 +83,10 @@ TEST(DeviceModels, each_strategy_trains_a_gpt_with_dropout_and_tied_embeddings) 
   const std::string model = kGpt + ",tied,dropout=0.25) ";
   for (const char* strategy : {"ddp", "zero1", "zero2", "zero3"})
     must_hold(model + "mesh(dp_shard=3) " + strategy + " adamw(lr=0.01,decay=0.1,clip=0.5) ordered" + kRun);
-  must_hold(model + "mesh(dp_replicate=2,dp_shard=2) hsdp(recompute=1,prefetch_forward=2,prefetch_backward=2) adamw(lr=0.01,clip=1) ordered" + kRun);
+  must_hold(
+      model +
+      "mesh(dp_replicate=2,dp_shard=2) hsdp(recompute=1,prefetch_forward=2,prefetch_backward=2) adamw(lr=0.01,clip=1) ordered" +
+      kRun);
   must_hold(model + "mesh(dp_shard=2) zero3(meta=1,recompute=2,buffers=pooled,loss=sum) lion(lr=0.01) canonical" + kRun);
 }
 

@@ -32,7 +32,8 @@ using Rank = std::shared_ptr<shardproof::Comm>;
 // Families, since a race is between two things that not every case has. Among them are gathers ahead, accumulation, tensor
 // parallelism and low precision.
 constexpr std::array kOffload = {
-    "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(units=leaf,prefetch_forward=1,prefetch_backward=1,offload=pinned) adamw(lr=0.01,clip=1) ordered seed=8 : "
+    "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(units=leaf,prefetch_forward=1,prefetch_backward=1,offload=pinned) "
+    "adamw(lr=0.01,clip=1) ordered seed=8 : "
     "step*2",
     "mlp(widths=4-6-3) mesh(dp_shard=2) zero2(offload=pinned) sgd(lr=0.1,momentum=0.9) ordered seed=2 : accumulate(2) "
     "step save step load@mesh(dp_shard=3) step",
@@ -41,7 +42,8 @@ constexpr std::array kOffload = {
     "mlp(widths=4-6-2) mesh(dp_shard=2,tp=2) zero3(granularity=tensor,offload=pinned) sgd(lr=0.1) fast seed=4 : step*2"};
 // Of seeds whose saves are in the background.
 constexpr std::array kSaves = {
-    "mlp(widths=5-6-4) mesh(dp_replicate=2,dp_shard=2) hsdp(units=leaf,prefetch_forward=2,prefetch_backward=2) adamw(lr=0.01) ordered seed=7 : step save "
+    "mlp(widths=5-6-4) mesh(dp_replicate=2,dp_shard=2) hsdp(units=leaf,prefetch_forward=2,prefetch_backward=2) adamw(lr=0.01) "
+    "ordered seed=7 : step save "
     "step load@mesh(dp_replicate=2,dp_shard=3) step",
     "mlp(widths=4-5-3) mesh(dp_shard=3) zero1 adamw(lr=0.01) ordered seed=1 : step save step load@mesh(dp_shard=2) step",
     "mlp(widths=6-3) mesh(dp_shard=2) ddp sgd(lr=0.1,momentum=0.9) ordered seed=2 : step save step load@mesh(dp_shard=1) step",
@@ -53,7 +55,8 @@ constexpr std::array kReplicas = {
     "mlp(widths=4-6-5-3) mesh(dp_shard=3) ddp(units=leaf) adamw(lr=0.01) ordered seed=4 : step*2",
     "mlp(widths=5-4-4-2) mesh(dp_shard=4) ddp(units=leaf,reduce=bf16) sgd(lr=0.1,momentum=0.9) ordered seed=6 : accumulate(2) "
     "step*2",
-    "mlp(widths=5-6-4-3) mesh(dp_replicate=2,dp_shard=2) hsdp(units=leaf,prefetch_forward=1,prefetch_backward=1) adamw(lr=0.01) ordered seed=2 : step*2",
+    "mlp(widths=5-6-4-3) mesh(dp_replicate=2,dp_shard=2) hsdp(units=leaf,prefetch_forward=1,prefetch_backward=1) "
+    "adamw(lr=0.01) ordered seed=2 : step*2",
     "mlp(widths=3-7-5-2) mesh(dp_replicate=3,dp_shard=2) hsdp(units=leaf) lion(lr=0.01) ordered seed=3 : step*2"};
 
 // While one lives, the policy decides when the device's streams run.

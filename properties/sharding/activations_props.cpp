@@ -436,8 +436,9 @@ TEST(Activations, dropout_and_every_kind_of_parallelism_have_the_golden_runs_bit
   const std::string llama = "llama(layers=2,hidden=16,heads=4,kv_heads=2,intermediate=12,vocab=20,positions=8,dropout=0.25) ";
   const std::string run = " seed=7 : accumulate(2) step*2";
   for (const std::string& model : {gpt, llama})
-    for (const char* options : {"within=attention", "within=some", "activations=host", "recompute=2,activations=host",
-                                "within=attention,activations=host", "within=some,activations=some,prefetch_forward=1,prefetch_backward=1"}) {
+    for (const char* options :
+         {"within=attention", "within=some", "activations=host", "recompute=2,activations=host",
+          "within=attention,activations=host", "within=some,activations=some,prefetch_forward=1,prefetch_backward=1"}) {
       harness::expect_held(model + "mesh(dp_shard=2) zero3(" + options + ") adamw(lr=0.01,clip=1) ordered" + run);
       harness::expect_held(model + "mesh(dp_shard=2,tp=2) zero2(loss=sum,arithmetic=canonical,sp=1," + options +
                            ") adamw(lr=0.01) canonical" + run);

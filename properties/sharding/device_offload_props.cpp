@@ -63,7 +63,8 @@ TEST(DeviceOffload, steps_in_low_precision_with_clipping_and_loss_scaling_have_t
                            "zero1(divide=split,offload=pinned) sgd(lr=0.1,momentum=0.9) ordered"})
     harness::expect_held(model + rest + " seed=7 : accumulate(2) step*3 save load@mesh(dp_shard=3) step", fake_device::ranks());
   harness::expect_held(
-      "mlp(widths=5-6-3) mesh(dp_shard=2,tp=2) zero3(granularity=tensor,offload=pinned) muon(lr=0.1,clip=0.5) fast seed=3 : step*2",
+      "mlp(widths=5-6-3) mesh(dp_shard=2,tp=2) zero3(granularity=tensor,offload=pinned) muon(lr=0.1,clip=0.5) fast seed=3 : "
+      "step*2",
       fake_device::ranks());
 }
 

@@ -82,8 +82,10 @@ TEST(Offload, every_strategy_precision_and_optimizer_has_the_bits_of_its_golden_
                         strategy, precision, optimizer));
   for (const char* text :
        {"mlp(widths=5-6-3) mesh(dp_shard=2) zero3(granularity=tensor,offload=pinned) muon(lr=0.1) ordered seed=3 : step*2",
-        "mlp(widths=5-6-3) mesh(dp_shard=2,tp=2) zero3(granularity=tensor,offload=pinned) muon(lr=0.1,clip=0.5) fast seed=3 : step*2",
-        "mlp(widths=5-6-3) mesh(dp_shard=2) zero3(gather=side_by_side,meta=1,offload=pinned) adamw(lr=0.1) ordered seed=3 : step*3",
+        "mlp(widths=5-6-3) mesh(dp_shard=2,tp=2) zero3(granularity=tensor,offload=pinned) muon(lr=0.1,clip=0.5) fast seed=3 : "
+        "step*2",
+        "mlp(widths=5-6-3) mesh(dp_shard=2) zero3(gather=side_by_side,meta=1,offload=pinned) adamw(lr=0.1) ordered seed=3 : "
+        "step*3",
         "gpt(layers=1,hidden=8,heads=2,vocab=12,positions=8) mesh(dp_shard=2,cp=2,tp=2) "
         "zero2(loss=tokens,arithmetic=canonical,sp=1,offload=pinned) adamw(lr=0.01,clip=0.5) canonical seed=3 : "
         "accumulate(2) step save load@mesh(dp_shard=3) load@strategy(zero3) step*2"})

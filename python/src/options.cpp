@@ -49,10 +49,14 @@ using Setter = std::function<void(ShardOptions&, const py::handle&)>;
 // The value that Python gives an option that a number or a word is.
 double value_of(const NamedOption& option, const py::handle& value) {
   switch (option.kind) {
-    case NamedOption::Kind::flag: return value.cast<bool>() ? 1 : 0;
-    case NamedOption::Kind::whole: return static_cast<double>(value.cast<int64_t>());
-    case NamedOption::Kind::number: return value.cast<double>();
-    case NamedOption::Kind::word: return option.value(value.cast<std::string>());
+    case NamedOption::Kind::flag:
+      return value.cast<bool>() ? 1 : 0;
+    case NamedOption::Kind::whole:
+      return static_cast<double>(value.cast<int64_t>());
+    case NamedOption::Kind::number:
+      return value.cast<double>();
+    case NamedOption::Kind::word:
+      return option.value(value.cast<std::string>());
   }
   throw py::cast_error();
 }
@@ -60,10 +64,14 @@ double value_of(const NamedOption& option, const py::handle& value) {
 // And back.
 py::object object_of(const NamedOption& option, double value) {
   switch (option.kind) {
-    case NamedOption::Kind::flag: return py::bool_(value != 0);
-    case NamedOption::Kind::whole: return py::int_(static_cast<int64_t>(value));
-    case NamedOption::Kind::number: return py::float_(value);
-    case NamedOption::Kind::word: return py::str(option.text(value));
+    case NamedOption::Kind::flag:
+      return py::bool_(value != 0);
+    case NamedOption::Kind::whole:
+      return py::int_(static_cast<int64_t>(value));
+    case NamedOption::Kind::number:
+      return py::float_(value);
+    case NamedOption::Kind::word:
+      return py::str(option.text(value));
   }
   return py::none();
 }
@@ -122,7 +130,6 @@ ShardOptions options_of(const py::dict& given) {
   }
   return options;
 }
-
 
 py::list list_of_options() {
   py::list all;

@@ -20,9 +20,9 @@ NamedOption checked(NamedOption option) {
   option.set = [option, set = option.set](ShardOptions& options, double value) {
     const bool is_word = option.kind == Kind::word, is_flag = option.kind == Kind::flag;
     const double most = is_word ? static_cast<double>(option.words.size() - 1) : is_flag ? 1 : INFINITY;
-    SHARD_REQUIRE(value >= option.least && value <= most, "fully_shard", "{} must be {}, got {:g}", option.name,
-                  is_word ? fmt::format("one of {}", fmt::join(option.words, ", ")) : fmt::format("at least {:g}", option.least),
-                  value);
+    SHARD_REQUIRE(
+        value >= option.least && value <= most, "fully_shard", "{} must be {}, got {:g}", option.name,
+        is_word ? fmt::format("one of {}", fmt::join(option.words, ", ")) : fmt::format("at least {:g}", option.least), value);
     SHARD_REQUIRE(option.kind == Kind::number || (value == std::floor(value) && value <= 0x1p53), "fully_shard",
                   "{} must be a whole number, got {:g}", option.name, value);
     set(options, value);
@@ -61,8 +61,7 @@ std::vector<NamedOption> all_options() {
           "A unit's parameters go into several buckets of at most so many bytes. 0: into one.")
           .drawn({64, 256, 1000, 4096}, 0.2),
       Row("bucket_count", &O::bucket_count, "A unit's parameters go into so many buckets. 0: into one.").drawn({2, 3}, 0.1),
-      Row("alignment_bytes", &O::alignment_bytes,
-          "Every parameter starts at a multiple of this in its bucket: a power of two.")
+      Row("alignment_bytes", &O::alignment_bytes, "Every parameter starts at a multiple of this in its bucket: a power of two.")
           .least(64)
           .drawn({64, 128}, 0.7),
       Row("bucket_multiple", &O::bucket_multiple,

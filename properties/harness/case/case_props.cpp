@@ -88,8 +88,7 @@ TEST(Case, every_field_is_in_the_text) {
       [](Case& c) { c.steps[1].crash = true; },
       [](Case& c) { c.steps[1].load_strategy = "zero2"; },
       [](Case& c) { c.steps[1].load_mesh = shardproof::Mesh({{"dp_shard", 3}}); }};
-  for (const OptionRow& row : option_rows())
-    changes.push_back([&row](Case& c) { row.of(c.options) = row.others.front(); });
+  for (const OptionRow& row : option_rows()) changes.push_back([&row](Case& c) { row.of(c.options) = row.others.front(); });
   std::set<std::string> texts = {base.str()};
   for (const auto& change : changes) {
     Case c = base;

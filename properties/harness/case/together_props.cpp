@@ -51,7 +51,8 @@ const std::vector<Group>& groups() {
        }},
       {"updated parameters that are gathered beside neighbours", 8,
        [](const Case& c) {
-         return c.options.has("gather", "side_by_side") && c.options.has("publish", "at_first_use") && c.steps.size() > 1 && c.replicas() > 1 && c.shards() > 1;
+         return c.options.has("gather", "side_by_side") && c.options.has("publish", "at_first_use") && c.steps.size() > 1 &&
+                c.replicas() > 1 && c.shards() > 1;
        },
        "hfsdp"},
       {"a frozen parameter in a root that is freed, beside other units", 8,

@@ -308,13 +308,14 @@ TEST(Verify, the_table_and_the_coverage_add_up) {
 
 // Minimal cases of bugs that random campaigns found in this library, so that they stay found.
 TEST(Verdict, bugs_found_before_stay_mended) {
-  const char* const found[] = {
-      // Reductions began when gradients arrived, which ranks saw in different orders.
-      "odd(width=1,gain=0,cube=0,empty=0,never=0) mesh(dp_shard=3) zero3(units=leaf,bucket_count=2,alignment_bytes=64,loss=sum) sgd(lr=0.1) "
-      "canonical seed=774434 : freeze(6) step",
-      // A unit was freed with its last gradient, before the backward had read a frozen parameter.
-      "mlp(widths=1-1-1-1,act=identity,bias=0) mesh(dp_shard=2) zero3(units=some,alignment_bytes=64,loss=sum) sgd(lr=0.1) ordered "
-      "seed=921239 : freeze(1) step"};
+  const char* const found[] = {// Reductions began when gradients arrived, which ranks saw in different orders.
+                               "odd(width=1,gain=0,cube=0,empty=0,never=0) mesh(dp_shard=3) "
+                               "zero3(units=leaf,bucket_count=2,alignment_bytes=64,loss=sum) sgd(lr=0.1) "
+                               "canonical seed=774434 : freeze(6) step",
+                               // A unit was freed with its last gradient, before the backward had read a frozen parameter.
+                               "mlp(widths=1-1-1-1,act=identity,bias=0) mesh(dp_shard=2) "
+                               "zero3(units=some,alignment_bytes=64,loss=sum) sgd(lr=0.1) ordered "
+                               "seed=921239 : freeze(1) step"};
   for (const char* line : found) {
     const Verdict verdict = run_case(Case::parse(line));
     EXPECT_TRUE(verdict.held()) << line << "\n" << verdict.str();
@@ -322,9 +323,9 @@ TEST(Verdict, bugs_found_before_stay_mended) {
 }
 
 TEST(Verdict, a_run_that_diverges_is_compared_up_to_there_and_refused) {
-  const Verdict verdict =
-      run_case(Case::parse("gpt(layers=2,hidden=2,heads=2,vocab=35,positions=5) mesh(dp_replicate=4,dp_shard=1) "
-                           "zero3(units=root,alignment_bytes=64,compute=fp16) sgd(lr=0.3,momentum=0.9) ordered seed=862898 : step*4"));
+  const Verdict verdict = run_case(
+      Case::parse("gpt(layers=2,hidden=2,heads=2,vocab=35,positions=5) mesh(dp_replicate=4,dp_shard=1) "
+                  "zero3(units=root,alignment_bytes=64,compute=fp16) sgd(lr=0.3,momentum=0.9) ordered seed=862898 : step*4"));
   EXPECT_FALSE(verdict.held());
   EXPECT_TRUE(verdict.diverged()) << verdict.str();
   EXPECT_GT(verdict.values_compared, 0);

@@ -107,7 +107,9 @@ TEST(Causes, foreign_errors_with_other_numbers_names_and_paths_are_of_one_kind) 
 }
 
 TEST(Causes, wrong_values_are_of_one_kind_and_properties_are_of_their_own) {
-  const auto of_property = [](const char* name) { return Verdict{.outcome = Verdict::Outcome::property, .origin = name}.kind(); };
+  const auto of_property = [](const char* name) {
+    return Verdict{.outcome = Verdict::Outcome::property, .origin = name}.kind();
+  };
   EXPECT_EQ(failed("gradient").kind(), failed("parameter").kind());
   EXPECT_FALSE(fails_alike(failed("gradient"), failed("parameter")));
   EXPECT_NE(of_property("a"), of_property("b"));
@@ -130,19 +132,24 @@ TEST(Causes, what_a_minimal_case_has_and_the_case_lacks_is_no_explanation) {
                        " ordered seed=1 : " + steps);
   };
   const Case c = with("zero3(units=root,alignment_bytes=64,loss=sum)", "sgd(lr=0.1)", "step");
-  EXPECT_FALSE(has_all_of(c, with("zero3(units=root,alignment_bytes=64,loss=sum,prefetch_forward=1,prefetch_backward=1)", "sgd(lr=0.1)", "step")));
+  EXPECT_FALSE(has_all_of(
+      c, with("zero3(units=root,alignment_bytes=64,loss=sum,prefetch_forward=1,prefetch_backward=1)", "sgd(lr=0.1)", "step")));
   EXPECT_FALSE(has_all_of(c, with("zero3(units=root,alignment_bytes=64,loss=sum)", "adam(lr=0.1)", "step")));
   EXPECT_FALSE(has_all_of(c, with("zero3(units=root,alignment_bytes=64,loss=sum)", "sgd(lr=0.1)", "accumulate(2) step")));
-  EXPECT_TRUE(has_all_of(with("zero2(units=leaf,prefetch_forward=2,prefetch_backward=2)", "adamw(lr=0.1,clip=1)", "accumulate(3) step*2"),
-                         with("zero3(units=root,alignment_bytes=64,loss=sum,prefetch_forward=1,prefetch_backward=1)", "adam(lr=0.1)", "accumulate(2) step")));
+  EXPECT_TRUE(has_all_of(
+      with("zero2(units=leaf,prefetch_forward=2,prefetch_backward=2)", "adamw(lr=0.1,clip=1)", "accumulate(3) step*2"),
+      with("zero3(units=root,alignment_bytes=64,loss=sum,prefetch_forward=1,prefetch_backward=1)", "adam(lr=0.1)",
+           "accumulate(2) step")));
 }
 
 TEST(Causes, a_case_is_explained_when_it_fails_with_nothing_else) {
   const Case minimal = Case::parse(
-      "mlp(widths=1-1,act=identity,bias=0) mesh(dp_shard=2) zero3(units=root,alignment_bytes=64,loss=sum) sgd(lr=0.1) exact seed=1 : "
+      "mlp(widths=1-1,act=identity,bias=0) mesh(dp_shard=2) zero3(units=root,alignment_bytes=64,loss=sum) sgd(lr=0.1) exact "
+      "seed=1 : "
       "accumulate(2) step");
   const Case c = Case::parse(
-      "gpt(layers=1,hidden=4,heads=2,vocab=5,positions=3) mesh(dp_shard=4) zero2(prefetch_forward=2,prefetch_backward=2) adam(lr=0.1) "
+      "gpt(layers=1,hidden=4,heads=2,vocab=5,positions=3) mesh(dp_shard=4) zero2(prefetch_forward=2,prefetch_backward=2) "
+      "adam(lr=0.1) "
       "ordered seed=7 : accumulate(3) step*2");
   std::vector<Case> tried;
   const auto only_there = [&](const Case& other) {
@@ -173,8 +180,10 @@ TEST(Causes, neither_experiment_stands_for_the_other) {
   const auto with_pooled = [](const Case& other) { return failed_but_for(other.options.has("buffers", "freed")); };
   EXPECT_FALSE(explains(minimal, "values", c, with_pooled));
   // Plain enough, but the minimal case holds where it is.
-  const Case elsewhere = Case::parse(std::string(mlp) + " mesh(dp_shard=3) zero3(units=root,alignment_bytes=64,loss=sum,prefetch_forward=1,prefetch_backward=1) "
-                                     "sgd(lr=0.1) exact seed=2 : step");
+  const Case elsewhere =
+      Case::parse(std::string(mlp) +
+                  " mesh(dp_shard=3) zero3(units=root,alignment_bytes=64,loss=sum,prefetch_forward=1,prefetch_backward=1) "
+                  "sgd(lr=0.1) exact seed=2 : step");
   const auto there_alone = [&](const Case& other) { return failed_but_for(other.seed == minimal.seed); };
   EXPECT_FALSE(explains(minimal, "values", elsewhere, there_alone));
 }
@@ -182,8 +191,11 @@ TEST(Causes, neither_experiment_stands_for_the_other) {
 TEST(Causes, a_minimal_case_on_an_axis_cp_explains_one_without_that_axis) {
   const Case minimal = Case::parse(
       "mlp(widths=1-1,act=identity,bias=0) mesh(cp=1) "
-      "zero3(units=root,alignment_bytes=64,loss=sum,attention=gathered,context=contiguous,ema=50) sgd(lr=0.1) canonical seed=1 : step");
-  const Case c = Case::parse("mlp(widths=2-3) mesh(dp_shard=2) zero3(ema=99,prefetch_forward=1,prefetch_backward=1) sgd(lr=0.1) ordered seed=2 : step");
+      "zero3(units=root,alignment_bytes=64,loss=sum,attention=gathered,context=contiguous,ema=50) sgd(lr=0.1) canonical seed=1 "
+      ": step");
+  const Case c = Case::parse(
+      "mlp(widths=2-3) mesh(dp_shard=2) zero3(ema=99,prefetch_forward=1,prefetch_backward=1) sgd(lr=0.1) ordered seed=2 : "
+      "step");
   const auto with_ema = [](const Case& other) { return failed_but_for(other.options.ema == 0); };
   EXPECT_TRUE(explains(minimal, "values", c, with_ema));
 }

@@ -195,9 +195,11 @@ TEST(Verify, the_overview_counts_strategies_models_and_ranks_that_were_drawn) {
   EXPECT_EQ(coverage.overview(), "");
   Verdict verdict = held_verdict();
   verdict.values_compared = 7;
-  coverage.add(Case::parse("mlp(widths=3-2) mesh(dp_shard=2) zero3 sgd(lr=0.1) ordered seed=3 : step"), verdict, /*passes=*/true);
+  coverage.add(Case::parse("mlp(widths=3-2) mesh(dp_shard=2) zero3 sgd(lr=0.1) ordered seed=3 : step"), verdict,
+               /*passes=*/true);
   EXPECT_EQ(coverage.overview(), "drawn: 1 strategy, 1 kind of model, 2 ranks\ncompared: 7 values\n");
-  coverage.add(Case::parse("mlp(widths=3-2) mesh(dp_shard=3) row_b_t_sr sgd(lr=0.1) ordered seed=3 : step"), verdict, /*passes=*/true);
+  coverage.add(Case::parse("mlp(widths=3-2) mesh(dp_shard=3) row_b_t_sr sgd(lr=0.1) ordered seed=3 : step"), verdict,
+               /*passes=*/true);
   coverage.add(Case::parse("odd() mesh(dp_shard=2) ddp sgd(lr=0.1) ordered seed=3 : step"), verdict, /*passes=*/true);
   EXPECT_EQ(coverage.overview(),
             "drawn: 2 strategies and 1 without a name (row_*), 2 kinds of models, 2 to 3 ranks\ncompared: 21 values\n");

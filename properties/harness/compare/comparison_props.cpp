@@ -39,8 +39,8 @@ struct Both {
   }
   std::optional<std::string> tolerance(size_t step) {
     int64_t compared = 0;
-    return text_of(first_beyond_tolerance(truth[step], step == 0 ? run.parameters : truth[step - 1].parameters,
-                                          {&golden[step]}, sharded[step], copies(), &ratio_max, &compared));
+    return text_of(first_beyond_tolerance(truth[step], step == 0 ? run.parameters : truth[step - 1].parameters, {&golden[step]},
+                                          sharded[step], copies(), &ratio_max, &compared));
   }
 
  private:
@@ -309,7 +309,8 @@ TEST(Tolerance, what_is_zero_in_the_golden_runs_has_to_be_zero) {
 TEST(Oracle, a_number_that_float32_has_right_by_luck_is_no_difference) {
   const Case c = Case::parse(
       "gpt(layers=2,hidden=15,heads=3,vocab=3,positions=3,tied,tanh_gelu) mesh(dp_replicate=2,dp_shard=1) "
-      "hfsdp(units=root,reshard=0,gather=side_by_side,recompute=2,publish=at_first_use) adamw(lr=0.001,beta1=0,groups=1) ordered "
+      "hfsdp(units=root,reshard=0,gather=side_by_side,recompute=2,publish=at_first_use) adamw(lr=0.001,beta1=0,groups=1) "
+      "ordered "
       "seed=159332 : sync(3) unshard step step sync(2) unshard step");
   const Oracle::Outcome outcome = Oracle({c}).finish(/*cut_short=*/false);
   EXPECT_EQ(outcome.compared, 1);

@@ -17,7 +17,8 @@ using Plant = LyingRanks::Plant;
 using Steps = LyingRanks::Steps;
 
 const char* const kCase =
-    "mlp(widths=5-7-3) mesh(dp_shard=4) zero2(units=leaf,alignment_bytes=64,loss=sum) sgd(lr=0.1) ordered seed=3 : accumulate(3) step*2";
+    "mlp(widths=5-7-3) mesh(dp_shard=4) zero2(units=leaf,alignment_bytes=64,loss=sum) sgd(lr=0.1) ordered seed=3 : "
+    "accumulate(3) step*2";
 
 Explanation explained(const Plant& plant, const char* text = kCase) {
   LyingRanks ranks(plant);
@@ -135,7 +136,8 @@ TEST(Explain, tells_a_parameter_that_was_not_updated_from_one_that_moved_too_far
 
 TEST(Explain, tells_a_rounding_from_a_mistake) {
   const char* const in_bf16 =
-      "mlp(widths=5-7-3) mesh(dp_shard=4) zero2(units=leaf,alignment_bytes=64,loss=sum,reduce=bf16) sgd(lr=0.1) ordered seed=3 : step";
+      "mlp(widths=5-7-3) mesh(dp_shard=4) zero2(units=leaf,alignment_bytes=64,loss=sum,reduce=bf16) sgd(lr=0.1) ordered seed=3 "
+      ": step";
   const auto nearly = [](double factor) {
     return [factor](Steps& steps) { change(steps, 0, 1, [&](at::Tensor& g) { g = g * factor; }); };
   };
@@ -340,7 +342,8 @@ TEST(Explain, names_the_first_module_only_where_ranks_are_threads) {
 
 TEST(Explain, survives_whatever_ranks_say) {
   const char* const freezing =
-      "mlp(widths=5-7-3) mesh(dp_shard=2) zero2(alignment_bytes=64,loss=sum) sgd(lr=0.1,momentum=0.5) ordered seed=3 : freeze(%d) step "
+      "mlp(widths=5-7-3) mesh(dp_shard=2) zero2(alignment_bytes=64,loss=sum) sgd(lr=0.1,momentum=0.5) ordered seed=3 : "
+      "freeze(%d) step "
       "freeze(%d) step";
   // Steps that train as many parameters, and others.
   for (int one = 1; one <= 9; ++one)

@@ -269,7 +269,8 @@ TEST(Guesses, of_an_error_try_whether_the_case_holds_when_each_collective_is_wai
 TEST(AwaitedRanks, train_to_the_same_bits) {
   for (const char* const text :
        {"gpt(layers=2,hidden=8,heads=2,vocab=9,positions=6) mesh(dp_replicate=2,dp_shard=2) "
-        "hfsdp(prefetch_forward=2,prefetch_backward=2,publish=at_first_use) adamw(lr=0.01) ordered seed=3 : accumulate(2) step*2",
+        "hfsdp(prefetch_forward=2,prefetch_backward=2,publish=at_first_use) adamw(lr=0.01) ordered seed=3 : accumulate(2) "
+        "step*2",
         "llama(layers=1,hidden=8,heads=4,kv_heads=2,intermediate=12,vocab=8,positions=8) mesh(cp=2,tp=2) "
         "zero3(loss=sum,arithmetic=canonical) sgd(lr=0.1) canonical seed=5 : step"}) {
     const Verdict verdict = run_case(Case::parse(text), awaited_ranks());

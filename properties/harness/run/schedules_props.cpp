@@ -33,7 +33,8 @@ using Kind = Interleaving::Kind;
 
 // Has a save in the background, offloaded gradients, gathers ahead, and two worlds, one after the other.
 constexpr const char* kBusy =
-    "mlp(widths=5-7-6-3) mesh(dp_shard=3) zero3(units=leaf,prefetch_forward=1,prefetch_backward=1,offload=pinned) adamw(lr=0.01,clip=1) ordered seed=7 : "
+    "mlp(widths=5-7-6-3) mesh(dp_shard=3) zero3(units=leaf,prefetch_forward=1,prefetch_backward=1,offload=pinned) "
+    "adamw(lr=0.01,clip=1) ordered seed=7 : "
     "step save step load@mesh(dp_shard=2) step";
 
 std::string trace(const Case& c, const Interleaving& schedule) {

@@ -89,18 +89,17 @@ class BrokenInvariant : public std::logic_error {
 
 // Throws Error unless the condition holds:
 //   SHARD_REQUIRE(size > 0, "mesh", "axis {} must have a size of at least 1, got {}", name, size)
-#define SHARD_REQUIRE(condition, area, ...)                                                                 \
-  do {                                                                                                      \
-    if (!(condition)) [[unlikely]]                                                                          \
+#define SHARD_REQUIRE(condition, area, ...)                                                                    \
+  do {                                                                                                         \
+    if (!(condition)) [[unlikely]]                                                                             \
       throw ::shardproof::Error("[" area "] " + ::shardproof::message(__VA_ARGS__), "[" area "] " #condition); \
   } while (false)
 
 // Throws BrokenInvariant unless the condition holds:
 //   SHARD_CHECK(offset % alignment == 0, "bucket", "offset {} of {} is not aligned", offset, name)
-#define SHARD_CHECK(condition, area, ...)                                                    \
-  do {                                                                                       \
-    if (!(condition)) [[unlikely]]                                                           \
-      throw ::shardproof::BrokenInvariant("[" area "] broken invariant `" #condition "`: " + \
-                                          ::shardproof::message(__VA_ARGS__),                \
-                                          "[" area "] " #condition);                         \
+#define SHARD_CHECK(condition, area, ...)                                                                                   \
+  do {                                                                                                                      \
+    if (!(condition)) [[unlikely]]                                                                                          \
+      throw ::shardproof::BrokenInvariant(                                                                                  \
+          "[" area "] broken invariant `" #condition "`: " + ::shardproof::message(__VA_ARGS__), "[" area "] " #condition); \
   } while (false)

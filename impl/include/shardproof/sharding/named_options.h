@@ -14,9 +14,9 @@ namespace shardproof {
 struct NamedOption {
   enum class Kind { flag, whole, number, word };  // what its values are; a flag is 0 or 1
 
-  std::string name;   // of the member of ShardOptions
+  std::string name;  // of the member of ShardOptions
   Kind kind = Kind::whole;
-  std::string about;  // in a sentence or two
+  std::string about;                    // in a sentence or two
   std::vector<std::string> words = {};  // what the values 0, 1, ... are called, where they are words
   double least = 0;                     // of numbers
   // Values that random cases have instead of the default, and how often they have one; none: no case has another.
