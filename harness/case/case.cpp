@@ -7,6 +7,7 @@
 #include <bit>
 #include <cmath>
 
+#include "harness/case/axes.h"
 #include "harness/case/model_fields.h"
 #include "harness/case/random.h"
 #include "shardproof/algebra/strategy.h"
@@ -234,18 +235,18 @@ const shardproof::Strategy& unit_strategy(const Case& c) {
 
 shardproof::Mesh unit_mesh(const Case& c) {
   const shardproof::Mesh mesh = shardproof::data_parallel_mesh(c.mesh);
-  if (c.options.unit_mesh == 0 || !mesh.has("dp_shard") || mesh.size("dp_shard") == 1) return mesh;
-  const int64_t shards = mesh.size("dp_shard");
+  if (c.options.unit_mesh == 0 || !mesh.has(axes::dp_shard) || mesh.size(axes::dp_shard) == 1) return mesh;
+  const int64_t shards = mesh.size(axes::dp_shard);
   int64_t factor = 2;
   while (shards % factor != 0) ++factor;
   std::vector<shardproof::Axis> axes;
   for (const shardproof::Axis& axis : mesh.axes()) {
-    const bool next_to_replicas = !axes.empty() && axes.back().name == "dp_replicate";
-    if (axis.name == "dp_shard" && next_to_replicas) axes.back().size *= factor;
-    if (axis.name == "dp_shard" && !next_to_replicas) axes.push_back({"dp_replicate", factor});
-    axes.push_back(axis.name == "dp_shard" ? shardproof::Axis{axis.name, shards / factor} : axis);
+    const bool next_to_replicas = !axes.empty() && axes.back().name == axes::dp_replicate;
+    if (axis.name == axes::dp_shard && next_to_replicas) axes.back().size *= factor;
+    if (axis.name == axes::dp_shard && !next_to_replicas) axes.push_back({axes::dp_replicate, factor});
+    axes.push_back(axis.name == axes::dp_shard ? shardproof::Axis{axis.name, shards / factor} : axis);
   }
-  const bool is_apart = std::ranges::count(axes, "dp_replicate", &shardproof::Axis::name) > 1;
+  const bool is_apart = std::ranges::count(axes, axes::dp_replicate, &shardproof::Axis::name) > 1;
   return is_apart ? mesh : shardproof::Mesh(std::move(axes));
 }
 
@@ -253,7 +254,7 @@ std::vector<int64_t> Case::data_rank_of_each() const {
   std::vector<int64_t> all;
   for (int64_t rank = 0; rank < mesh.size(); ++rank) {
     const auto along = [&](const char* axis) { return mesh.has(axis) ? mesh.coordinate(rank, axis) : 0; };
-    all.push_back(along("dp_replicate") * shards() + along("dp_shard"));
+    all.push_back(along(axes::dp_replicate) * shards() + along(axes::dp_shard));
   }
   return all;
 }

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "golden/golden.h"
+#include "harness/case/axes.h"
 #include "harness/case/case_options.h"
 #include "harness/case/interleaving.h"
 #include "shardproof/algebra/mesh.h"
@@ -73,10 +74,10 @@ struct Case {
   bool operator==(const Case& other) const { return str() == other.str(); }
 
   // Of each mesh axis; 1 when the mesh lacks it.
-  int64_t shards() const { return along("dp_shard"); }
-  int64_t replicas() const { return along("dp_replicate"); }
-  int64_t context_ranks() const { return along("cp"); }
-  int64_t tensor_ranks() const { return along("tp"); }
+  int64_t shards() const { return along(axes::dp_shard); }
+  int64_t replicas() const { return along(axes::dp_replicate); }
+  int64_t context_ranks() const { return along(axes::cp); }
+  int64_t tensor_ranks() const { return along(axes::tp); }
   // Ranks that work on one microbatch, and how many such groups there are: the data-parallel ranks.
   int64_t microbatch_ranks() const { return context_ranks() * tensor_ranks(); }
   int64_t data_ranks() const { return mesh.size() / microbatch_ranks(); }

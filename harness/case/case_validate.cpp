@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "harness/case/case.h"
+#include "harness/case/axes.h"
 #include "harness/case/mesh_order.h"
 #include "harness/case/parallel_sizes.h"
 #include "shardproof/algebra/strategy.h"
@@ -95,12 +96,12 @@ void validate_axes(const Case& c) {
     return c.mesh.has(axis) ||
            std::ranges::any_of(c.steps, [&](const StepPlan& step) { return step.load_mesh && step.load_mesh->has(axis); });
   };
-  SHARD_REQUIRE(o.sequence_parallel == 0 || (any_has("tp") && c.model.of_tokens()), "case",
+  SHARD_REQUIRE(o.sequence_parallel == 0 || (any_has(axes::tp) && c.model.of_tokens()), "case",
                 "sp splits the sequence of a gpt or a llama over the mesh axis tp");
   SHARD_REQUIRE(o.overlap_pieces >= 1, "case", "overlap_pieces={} must be at least 1", o.overlap_pieces);
-  SHARD_REQUIRE(o.overlap_pieces == 1 || any_has("tp"), "case",
+  SHARD_REQUIRE(o.overlap_pieces == 1 || any_has(axes::tp), "case",
                 "overlap_pieces cuts the products of layers that are cut over the mesh axis tp");
-  SHARD_REQUIRE((o.context_gathered == 0 && o.context_contiguous == 0) || any_has("cp"), "case",
+  SHARD_REQUIRE((o.context_gathered == 0 && o.context_contiguous == 0) || any_has(axes::cp), "case",
                 "attention and context say how sequences are cut over the mesh axis cp");
 }
 
@@ -125,10 +126,10 @@ void validate_options(const Case& c) {
                 "give bucket_bytes_max or bucket_count, not both");
   for (const auto& [strategy, mesh] : {std::pair{shardproof::strategy(c.strategy), shardproof::data_parallel_mesh(c.mesh)},
                                       std::pair{unit_strategy(c), unit_mesh(c)}}) {
-    const int64_t split = mesh.has("dp_shard") ? mesh.size("dp_shard") : 1;
+    const int64_t split = mesh.has(axes::dp_shard) ? mesh.size(axes::dp_shard) : 1;
     SHARD_REQUIRE(o.reshard <= 1 || split % o.reshard == 0, "case", "reshard={} must divide dp_shard x cp={}", o.reshard,
                   split);
-    SHARD_REQUIRE(o.reshard <= 1 || !strategy.parameter.splits("dp_replicate"), "case",
+    SHARD_REQUIRE(o.reshard <= 1 || !strategy.parameter.splits(axes::dp_replicate), "case",
                   "reshard={} counts neighbours along dp_shard, and {} gathers over dp_replicate as well", o.reshard,
                   strategy.name);
   }
@@ -166,7 +167,7 @@ void validate_units(const Case& c) {
   const shardproof::Strategy own = on(unit_strategy(c), unit_mesh(c)), others = on(shardproof::strategy(c.strategy), mesh);
   validate_order(c, own, unit_mesh(c));
   SHARD_REQUIRE(c.options.unit_mesh <= 1, "case", "unit_mesh={} is 0 or 1", c.options.unit_mesh);
-  const bool has_several = mesh.has("dp_shard") && mesh.size("dp_shard") > 1;
+  const bool has_several = mesh.has(axes::dp_shard) && mesh.size(axes::dp_shard) > 1;
   SHARD_REQUIRE(c.options.unit_mesh == 0 || unit_mesh(c) != mesh, "case",
                 "unit_mesh=1 takes the ranks along dp_shard apart, and {} on mesh '{}'",
                 has_several ? "dp_replicate, if it is there, has to stand directly before dp_shard" : "there is at most one",

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "harness/case/axes.h"
 #include "harness/case/mesh_order.h"
 #include "shardproof/algebra/strategy.h"
 
@@ -199,7 +200,7 @@ void add_history(std::vector<Facet>& all) {
                    save_first(c);
                    std::vector<shardproof::Axis> axes = c.mesh.axes();
                    for (shardproof::Axis& axis : axes)
-                     if (axis.name == "dp_shard" && axis.size > 1) --axis.size;
+                     if (axis.name == axes::dp_shard && axis.size > 1) --axis.size;
                    c.steps.back().load_mesh = shardproof::Mesh(std::move(axes));
                  }});
   all.push_back({"load under a strategy",

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "harness/case/axes.h"
 #include "harness/case/mesh_order.h"
 #include "harness/case/mix.h"
 #include "harness/case/parallel_sizes.h"
@@ -182,10 +183,10 @@ std::vector<std::string> strategies_on(const std::optional<Mesh>& mesh, Mode mod
 Mesh generate_mesh(Chooser& choose, const Limits& limits, const std::string& strategy) {
   if (limits.mesh) return *limits.mesh;
   const bool needs_both = shardproof::strategy(strategy).axes.size() == 2;
-  if (!needs_both && choose.chance(0.6)) return Mesh({{"dp_shard", choose.integer(1, limits.world_max)}});
-  if (strategy == "ddp" && choose.chance(0.3)) return Mesh({{"dp_replicate", choose.integer(1, limits.world_max)}});
+  if (!needs_both && choose.chance(0.6)) return Mesh({{axes::dp_shard, choose.integer(1, limits.world_max)}});
+  if (strategy == "ddp" && choose.chance(0.3)) return Mesh({{axes::dp_replicate, choose.integer(1, limits.world_max)}});
   const int64_t replicas = choose.integer(1, std::min<int64_t>(4, limits.world_max));
-  return Mesh({{"dp_replicate", replicas}, {"dp_shard", choose.integer(1, std::max<int64_t>(1, limits.world_max / replicas))}});
+  return Mesh({{axes::dp_replicate, replicas}, {axes::dp_shard, choose.integer(1, std::max<int64_t>(1, limits.world_max / replicas))}});
 }
 
 // With axes cp and tp besides, within the limit on the world.
@@ -198,8 +199,8 @@ Mesh generate_parallel_mesh(Chooser& choose, Limits limits, const std::string& s
     limits.world_max /= ranks;
     inner.push_back({name, ranks});
   };
-  if (context_allowed && kind < 0.5) add("cp", 4);
-  if (!context_allowed || kind > 0.3) add("tp", 4);
+  if (context_allowed && kind < 0.5) add(axes::cp, 4);
+  if (!context_allowed || kind > 0.3) add(axes::tp, 4);
   std::vector<shardproof::Axis> axes = generate_mesh(choose, limits, strategy).axes();
   // One replica needs no axis that says so.
   const Mesh inner_mesh(inner), outer(axes);
@@ -298,10 +299,10 @@ void try_wide_world(Chooser choose, Case& c, const Limits& limits) {
   if (!saves || !limits.above_ten || limits.mesh || !choose.chance(inner > 1 ? 0.4 : 0.15)) return;
   const int64_t outer = inner == 1 ? choose.integer(kLeast, kMost) : (kLeast + inner - 1) / inner;
   if (outer * inner > kMost) return;
-  std::vector<shardproof::Axis> axes = {{"dp_shard", outer}};
-  if (choose.chance(0.5) && outer % 2 == 0) axes = {{"dp_replicate", 2}, {"dp_shard", outer / 2}};
+  std::vector<shardproof::Axis> axes = {{axes::dp_shard, outer}};
+  if (choose.chance(0.5) && outer % 2 == 0) axes = {{axes::dp_replicate, 2}, {axes::dp_shard, outer / 2}};
   for (const shardproof::Axis& axis : c.mesh.axes())
-    if (axis.name == "cp" || axis.name == "tp") axes.push_back(axis);
+    if (axis.name == axes::cp || axis.name == axes::tp) axes.push_back(axis);
   try_change(c, [&] { c.mesh = Mesh(axes); });
 }
 
@@ -330,7 +331,7 @@ Case generate_tiny(Chooser& choose) {
   c.model.kind = golden::Model::Kind::mlp;
   const int64_t layers = choose.integer(1, 4);
   for (int64_t i = 0; i <= layers; ++i) c.model.mlp.widths.push_back(choose.integer(1, 32));
-  c.mesh = Mesh({{"dp_shard", 4}});
+  c.mesh = Mesh({{axes::dp_shard, 4}});
   c.strategy = "zero3";
   c.options.units = units_leaf;
   c.optimizer = {.kind = golden::Optimizer::Kind::adamw, .lr = 0.01, .weight_decay = 0.01};
@@ -348,16 +349,16 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
   } else {
     using enum Mode;
     // Tensor and context parallelism cut sums inside of models: for modes in which that leaves no trace, or is judged.
-    const bool given = limits.mesh && (limits.mesh->has("tp") || limits.mesh->has("cp"));
+    const bool given = limits.mesh && (limits.mesh->has(axes::tp) || limits.mesh->has(axes::cp));
     c.mode = limits.mode.value_or(
         given ? choose.one_of<Mode>({exact, canonical, fast})
               : choose.one_of<Mode>({exact, exact, ordered, ordered, ordered, ordered, canonical, canonical, fast, fast}));
-    if (given && limits.mesh->has("cp") && !limits.mode && c.mode == exact) c.mode = fast;
+    if (given && limits.mesh->has(axes::cp) && !limits.mode && c.mode == exact) c.mode = fast;
     c.strategy = limits.strategy.value_or(choose.one_of(strategies_on(limits.mesh, c.mode)));
     if (Chooser own(Draws(seed, "free rows").at(index)); !limits.strategy && own.chance(0.15))
       c.strategy = own.one_of(names_on(limits.mesh, c.mode, shardproof::free_rows()));
     const bool parallel = given || (!limits.mesh && c.mode != ordered && choose.chance(0.65));
-    const bool with_context = given && limits.mesh->has("cp");
+    const bool with_context = given && limits.mesh->has(axes::cp);
     c.model = with_context ? generate_language_model(choose, c.mode) : generate_model(choose, c.mode, parallel);
     generate_family(Chooser(Draws(seed, "family").at(index)), c.model);
     c.mesh = parallel && !given ? generate_parallel_mesh(choose, limits, c.strategy, c.model.of_tokens())

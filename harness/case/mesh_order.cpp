@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 
+#include "harness/case/axes.h"
 #include "shardproof/base/check.h"
 
 namespace harness {
@@ -38,7 +39,7 @@ bool sums_lead_to(const shardproof::Layout& to, const shardproof::Layout& from, 
 }  // namespace
 
 const std::vector<std::string>& mesh_axes() {
-  static const std::vector<std::string> all = {"dp_replicate", "dp_shard", "cp", "tp"};
+  static const std::vector<std::string> all = {axes::dp_replicate, axes::dp_shard, axes::cp, axes::tp};
   return all;
 }
 
@@ -66,9 +67,9 @@ std::vector<Mesh> in_other_orders(const Mesh& mesh) {
 
 bool sums_replicas_first(const shardproof::Strategy& strategy, const Mesh& mesh) {
   const auto has = [&](const char* axis) { return mesh.has(axis) && mesh.size(axis) > 1; };
-  if (!has("dp_replicate") || !has("dp_shard") || mesh.index("dp_replicate") < mesh.index("dp_shard")) return false;
+  if (!has(axes::dp_replicate) || !has(axes::dp_shard) || mesh.index(axes::dp_replicate) < mesh.index(axes::dp_shard)) return false;
   const auto adds_both = [](const shardproof::Layout& from, const shardproof::Layout& to) {
-    return std::ranges::all_of(std::array{"dp_replicate", "dp_shard"}, [&](const char* axis) {
+    return std::ranges::all_of(std::array{axes::dp_replicate, axes::dp_shard}, [&](const char* axis) {
       return std::ranges::count(from.partial, axis) > 0 && std::ranges::count(to.partial, axis) == 0;
     });
   };

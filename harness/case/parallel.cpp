@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "harness/case/axes.h"
 #include "harness/case/network.h"
 #include "harness/case/parallel_sizes.h"
 #include "harness/case/random.h"
@@ -46,7 +47,7 @@ ParallelPlan bare_plan(const Case& c) {
 // How many ranks along tp hold the same piece of the parameter; 0: the style leaves it whole.
 int64_t copies_by(const ParallelStyle& style, const std::string& parameter, int64_t ranks) {
   if (const auto* column = std::get_if<ColumnParallel>(&style))
-    return copies_held(split_in_segments("tp", column->segments), ranks);
+    return copies_held(split_in_segments(axes::tp, column->segments), ranks);
   if (std::holds_alternative<VocabParallel>(style)) return 1;
   return std::holds_alternative<RowParallel>(style) && parameter.ends_with("weight");
 }

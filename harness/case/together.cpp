@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "harness/case/axes.h"
 #include "shardproof/algebra/strategy.h"
 
 namespace harness {
@@ -9,7 +10,7 @@ namespace {
 
 // Whether ranks hold parts of the parameters between steps, so that units are gathered and freed.
 bool splits_parameters(const Case& c) {
-  return shardproof::strategy(c.strategy).parameter.splits("dp_shard") && c.shards() * c.context_ranks() > 1;
+  return shardproof::strategy(c.strategy).parameter.splits(axes::dp_shard) && c.shards() * c.context_ranks() > 1;
 }
 
 // A checkpoint of adapters beside layers that are cut. The two matrices of an adapter lie differently even where they have one
@@ -28,8 +29,8 @@ void save_cut_adapters(Chooser& choose, Case& c) {
 // A gather of updated parameters that is under way while neighbours read the shards: replicas update parts of them.
 void publish_beside_neighbours(Chooser& choose, Case& c) {
   const shardproof::Strategy layouts = shardproof::strategy(c.strategy);
-  const bool gathers = layouts.state.splits("dp_replicate") && !layouts.parameter.splits("dp_replicate");
-  if (!gathers || !layouts.parameter.splits("dp_shard") || !choose.chance(0.3)) return;
+  const bool gathers = layouts.state.splits(axes::dp_replicate) && !layouts.parameter.splits(axes::dp_replicate);
+  if (!gathers || !layouts.parameter.splits(axes::dp_shard) || !choose.chance(0.3)) return;
   try_change(c, [&] { c.options.set("gather", "side_by_side"); });
   try_change(c, [&] { c.options.set("publish", "at_first_use"); });
   if (c.steps.size() == 1) try_change(c, [&] { c.steps.emplace_back(); });

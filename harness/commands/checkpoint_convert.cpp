@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "harness/case/model_fields.h"
+#include "harness/case/axes.h"
 #include "harness/case/network.h"
 #include "harness/commands/checkpoint_command.h"
 #include "harness/commands/json_lines.h"
@@ -258,7 +259,7 @@ size_t write_dcp(const CheckpointArguments& arguments, int64_t parts) {
     written.values[name] = entry.extent;
     add(checksums, entry);
   }
-  const shardproof::Split split{"dp_shard", {}};
+  const shardproof::Split split{axes::dp_shard, {}};
   for (const auto& [name, tensor] : source.tensors()) {
     StoredTensor& stored = written.tensors[name];
     stored = {tensor.dtype, tensor.sizes, {}};
@@ -339,10 +340,10 @@ int checkpoint_reshard(const CheckpointArguments& arguments) {
   const Mesh mesh = Mesh::parse(arguments.mesh);
   int64_t parts = 1;
   for (const auto& axis : mesh.axes()) {
-    SHARD_REQUIRE(axis.name == "dp_shard" || axis.name == "dp_replicate", "checkpoint",
+    SHARD_REQUIRE(axis.name == axes::dp_shard || axis.name == axes::dp_replicate, "checkpoint",
                   "--mesh takes dp_shard and dp_replicate, got {}; how tensors are cut along other axes is the model's matter",
                   axis.name);
-    if (axis.name == "dp_shard") parts = axis.size;
+    if (axis.name == axes::dp_shard) parts = axis.size;
   }
   JsonLines out(arguments.json);
   write_dcp(arguments, parts);

@@ -14,6 +14,7 @@
 #include <optional>
 
 #include "bench/contestant.h"
+#include "harness/case/axes.h"
 #include "harness/commands/allocator.h"
 #include "harness/commands/bench_plot.h"
 #include "harness/commands/bench_prediction.h"
@@ -199,16 +200,16 @@ shardproof::Mesh mesh_of(const Arguments& a) {
   if (!a.mesh.empty()) return chosen_mesh(a.mesh);
   SHARD_REQUIRE(a.ranks >= 1, "bench", "--ranks must be at least 1, got {}", a.ranks);
   const std::vector<std::string>& axes = chosen_strategy(a.task.strategy).axes;
-  std::vector<shardproof::Axis> own = {{"dp_shard", a.ranks}};
-  if (std::find(axes.begin(), axes.end(), "dp_replicate") != axes.end()) own.insert(own.begin(), {"dp_replicate", 1});
+  std::vector<shardproof::Axis> own = {{axes::dp_shard, a.ranks}};
+  if (std::find(axes.begin(), axes.end(), axes::dp_replicate) != axes.end()) own.insert(own.begin(), {axes::dp_replicate, 1});
   return shardproof::Mesh(own);
 }
 
 void require_mesh(const Arguments& a, const std::vector<std::string>& order) {
   const shardproof::Mesh& mesh = a.task.mesh;
   const bench::Size& size = a.task.size;
-  const int64_t tp = mesh.has("tp") ? mesh.size("tp") : 1;
-  SHARD_REQUIRE(!mesh.has("cp"), "bench", "the benchmark's model has whole sequences; leave cp out of --mesh {}", mesh.str());
+  const int64_t tp = mesh.has(axes::tp) ? mesh.size(axes::tp) : 1;
+  SHARD_REQUIRE(!mesh.has(axes::cp), "bench", "the benchmark's model has whole sequences; leave cp out of --mesh {}", mesh.str());
   on_mesh(chosen_strategy(a.task.strategy), data_parallel_mesh(mesh));
   SHARD_REQUIRE(size.batch % a.task.data_ranks() == 0, "bench",
                 "the ranks along dp_replicate and dp_shard must divide the batch of {}; --mesh {} has {} of them", size.batch,
@@ -225,11 +226,11 @@ void require_mesh(const Arguments& a, const std::vector<std::string>& order) {
     SHARD_REQUIRE(name != "python_gloo" || (!a.on_gpu() && !a.task.bf16), "bench",
                   "python_gloo trains in float32 on the CPU, got --device {} and --precision {}; leave it out of --against",
                   a.launched.options.device, a.precision);
-    SHARD_REQUIRE(name == "dtensor" || !mesh.has("tp"), "bench",
+    SHARD_REQUIRE(name == "dtensor" || !mesh.has(axes::tp), "bench",
                   "{} cuts nothing along tp, so it cannot train on {}; take --against dtensor, which cuts with "
                   "parallelize_module",
                   name, mesh.str());
-    SHARD_REQUIRE(name.starts_with("ddp") || mesh.has("dp_shard") || !mesh.has("dp_replicate"), "bench",
+    SHARD_REQUIRE(name.starts_with("ddp") || mesh.has(axes::dp_shard) || !mesh.has(axes::dp_replicate), "bench",
                   "{} replicates only over shards; give --mesh {} an axis dp_shard, of size 1 if need be", name, mesh.str());
   }
 }

@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "harness/commands/bench_plot.h"
+#include "harness/case/axes.h"
 #include "harness/commands/commands.h"
 #include "harness/commands/json_lines.h"
 #include "harness/plan/dry_run.h"
@@ -61,7 +62,7 @@ void keep_least(double& seconds, double other) {
 Row measured(int64_t ranks, int64_t tensors, int64_t repeats) {
   DryRun run;
   run.what.model = layers_of(tensors);
-  run.what.mesh = shardproof::Mesh({{"dp_shard", ranks}});
+  run.what.mesh = shardproof::Mesh({{axes::dp_shard, ranks}});
   run.saves = true;
   Row row{ranks, tensors, {}, {}};
   for (int64_t repeat = 0; repeat < repeats; ++repeat) {

@@ -7,6 +7,7 @@
 #include <set>
 #include <vector>
 
+#include "harness/case/axes.h"
 #include "harness/case/facets.h"
 #include "harness/case/mesh_order.h"
 #include "harness/run/property.h"
@@ -75,10 +76,10 @@ void Coverage::add(const Case& c, const Verdict& verdict, bool passes) {
   count("canonical on another mesh", canonical && std::any_of(c.steps.begin(), c.steps.end(), [&](const StepPlan& step) {
                                        return step.load_mesh && step.load_mesh->str() != c.mesh.str();
                                      }));
-  count("no axis of data parallelism", !c.mesh.has("dp_replicate") && !c.mesh.has("dp_shard"));
+  count("no axis of data parallelism", !c.mesh.has(axes::dp_replicate) && !c.mesh.has(axes::dp_shard));
   count("axes in another order", !is_in_usual_order(c.mesh));
-  count("one replica", c.mesh.has("dp_replicate") && c.replicas() == 1);
-  count("one shard", c.mesh.has("dp_shard") && c.shards() == 1 && world > 1);
+  count("one replica", c.mesh.has(axes::dp_replicate) && c.replicas() == 1);
+  count("one shard", c.mesh.has(axes::dp_shard) && c.shards() == 1 && world > 1);
   count("world 1", world == 1);
   count("world above 10", world > 10);
   count("world odd, above 1", world > 1 && world % 2 == 1);

@@ -8,6 +8,7 @@
 #include <numeric>
 #include <set>
 
+#include "harness/case/axes.h"
 #include "harness/case/mesh_order.h"
 #include "harness/case/model_fields.h"
 #include "harness/case/smallest_models.h"
@@ -52,13 +53,13 @@ void simpler_mesh(std::vector<Case>& list, const Case& c) {
 void only_shards(std::vector<Case>& list, const Case& c) {
   if (c.microbatch_ranks() == 1) return;
   for (const int64_t ranks : {int64_t{2}, c.mesh.size()})
-    reset(list, c, [&](Case& v) { v.mesh = shardproof::Mesh({{"dp_shard", ranks}}); });
+    reset(list, c, [&](Case& v) { v.mesh = shardproof::Mesh({{axes::dp_shard, ranks}}); });
 }
 
 // Fewer ranks that cut layers, with as many heads: another number of heads need not divide among them.
 void simpler_heads(std::vector<Case>& list, const Case& c) {
   lower(list, c, c.tensor_ranks(), 1, [&](Case& v, int64_t n) {
-    v.mesh = with_size(c.mesh, "tp", n);
+    v.mesh = with_size(c.mesh, axes::tp, n);
     if (golden::Gpt& gpt = v.model.gpt; gpt.heads > n) {
       gpt.hidden = gpt.hidden / gpt.heads * n;
       gpt.heads = n;

@@ -10,6 +10,7 @@
 #include <memory>
 #include <thread>
 
+#include "harness/case/axes.h"
 #include "harness/plan/dry_run.h"
 #include "harness/plan/timeline.h"
 #include "shardproof/comm/threads/threads.h"
@@ -100,7 +101,7 @@ Link link_of_threads() {
 DryRun small_training(int64_t cores) {
   DryRun run;
   run.samples = 4;
-  run.what.mesh = shardproof::Mesh({{"dp_replicate", cores}});
+  run.what.mesh = shardproof::Mesh({{axes::dp_replicate, cores}});
   run.what.strategy = "ddp";
   run.what.model.kind = golden::Model::Kind::gpt;
   run.what.model.gpt = {.layers = 2, .hidden = 512, .heads = 8, .vocab = 2048, .positions = 128};

@@ -8,6 +8,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "harness/case/axes.h"
 #include "harness/case/network.h"
 #include "harness/case/parallel.h"
 #include "shardproof/base/check.h"
@@ -94,7 +95,7 @@ struct Trained {
 
 DryTraining training_of(const DryRun& options, const std::shared_ptr<MeshComm>& comms, c10::Device device, bool computes) {
   const Case& c = options.what;
-  Comm* const tensor_group = c.tensor_ranks() > 1 ? &comms->along({"tp"}) : nullptr;
+  Comm* const tensor_group = c.tensor_ranks() > 1 ? &comms->along({axes::tp}) : nullptr;
   auto made = std::make_shared<Trained>();
   {
     const MetaInit meta;

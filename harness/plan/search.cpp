@@ -4,6 +4,7 @@
 #include <set>
 #include <tuple>
 
+#include "harness/case/axes.h"
 #include "shardproof/base/check.h"
 
 namespace harness {
@@ -14,9 +15,9 @@ using shardproof::Mesh;
 
 Mesh mesh_of(int64_t replicas, int64_t shards, int64_t tensor) {
   std::vector<Axis> axes;
-  if (replicas > 1) axes.push_back({"dp_replicate", replicas});
-  axes.push_back({"dp_shard", shards});
-  if (tensor > 1) axes.push_back({"tp", tensor});
+  if (replicas > 1) axes.push_back({axes::dp_replicate, replicas});
+  axes.push_back({axes::dp_shard, shards});
+  if (tensor > 1) axes.push_back({axes::tp, tensor});
   return Mesh(axes);
 }
 

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "golden/engine.h"
+#include "harness/case/axes.h"
 #include "harness/case/mesh_order.h"
 #include "harness/case/problem.h"
 #include "harness/compare/pieces.h"
@@ -27,7 +28,7 @@ struct Abilities {
   bool tensor = false;     // cuts the model over tp
   bool data = true;        // has data-parallel ranks
   bool precision = false;  // computes in low precision
-  std::string strategy_on(const Mesh& mesh) const { return !shards ? "ddp" : mesh.has("dp_replicate") ? "hsdp" : "zero3"; }
+  std::string strategy_on(const Mesh& mesh) const { return !shards ? "ddp" : mesh.has(axes::dp_replicate) ? "hsdp" : "zero3"; }
 };
 
 const std::vector<Abilities>& engines() {
@@ -51,8 +52,8 @@ std::string why_not_on(const Abilities& engine, const Case& c) {
   if (!engine.tensor && c.tensor_ranks() > 1) return "tensor parallelism";
   if (engine.tensor && c.tensor_ranks() == 1) return "a mesh without tensor parallelism";
   if (!engine.data && c.data_ranks() > 1) return "data-parallel ranks beside tensor parallelism";
-  if (engine.shards && engine.tensor && c.mesh.has("dp_replicate")) return "replicas beside tensor parallelism";
-  if (engine.shards && !c.mesh.has("dp_shard")) return "a mesh without ranks to shard over";
+  if (engine.shards && engine.tensor && c.mesh.has(axes::dp_replicate)) return "replicas beside tensor parallelism";
+  if (engine.shards && !c.mesh.has(axes::dp_shard)) return "a mesh without ranks to shard over";
   return {};
 }
 
@@ -88,7 +89,7 @@ std::string why_not_history(const Abilities& engine, const Case& c) {
 bool a_rank_has_an_empty_gradient(const Abilities& engine, const Case& c) {
   for (size_t s = 0; s < c.steps.size(); ++s) {
     const Mesh& mesh = c.at(s).mesh;
-    const int64_t ranks = engine.shards && mesh.has("dp_shard") ? mesh.size("dp_shard") : 1;
+    const int64_t ranks = engine.shards && mesh.has(axes::dp_shard) ? mesh.size(axes::dp_shard) : 1;
     for (const auto& [name, shape] : golden::parameter_shapes(c.model)) {
       const int64_t rows = shape.empty() ? 1 : shape[0], most = (rows + ranks - 1) / ranks;
       if (c10::multiply_integers(shape) == 0 || (ranks - 1) * most >= rows) return true;
@@ -140,10 +141,10 @@ std::string package_folder() {
 }
 
 nlohmann::ordered_json mesh_of(const Abilities& engine, const Case& c) {
-  if (engine.shards && c.mesh.has("dp_replicate")) return {{"dp_replicate", c.replicas()}, {"dp_shard", c.shards()}};
+  if (engine.shards && c.mesh.has(axes::dp_replicate)) return {{axes::dp_replicate, c.replicas()}, {axes::dp_shard, c.shards()}};
   if (!engine.tensor) return {{"dp", c.data_ranks()}};
-  if (!engine.data) return {{"tp", c.tensor_ranks()}};
-  return {{"dp", c.data_ranks()}, {"tp", c.tensor_ranks()}};
+  if (!engine.data) return {{axes::tp, c.tensor_ranks()}};
+  return {{"dp", c.data_ranks()}, {axes::tp, c.tensor_ranks()}};
 }
 
 // As shardproof.check.given reads it.

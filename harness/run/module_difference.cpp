@@ -10,6 +10,7 @@
 #include <optional>
 #include <tuple>
 
+#include "harness/case/axes.h"
 #include "harness/case/facets.h"
 #include "harness/case/parallel.h"
 #include "harness/run/ranks.h"
@@ -171,7 +172,7 @@ class Round {
       dim = d;
     }
     int64_t begin = 0, end = 0;
-    for (const int64_t peer : case_.mesh.peers(static_cast<int64_t>(rank), {"tp"})) {
+    for (const int64_t peer : case_.mesh.peers(static_cast<int64_t>(rank), {axes::tp})) {
       const ModuleCall* const call = call_of(golden, static_cast<size_t>(peer));
       if (!call || of(*call).dim() != whole.dim()) return {};
       if (peer == static_cast<int64_t>(rank)) begin = end;

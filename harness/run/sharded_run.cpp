@@ -11,6 +11,7 @@
 #include <set>
 #include <utility>
 
+#include "harness/case/axes.h"
 #include "harness/case/network.h"
 #include "harness/case/parallel.h"
 #include "harness/case/problem.h"
@@ -184,7 +185,7 @@ class RankRun {
   Network build() {
     const golden::Model& model = run_.model;
     const bool parallel = case_.tensor_ranks() > 1;
-    Comm* const tensor_group = parallel ? &comms_->along({"tp"}) : nullptr;
+    Comm* const tensor_group = parallel ? &comms_->along({axes::tp}) : nullptr;
     Network network;
     if (case_.options.meta) {
       const MetaInit meta;
@@ -214,7 +215,7 @@ class RankRun {
     if (!context_ && !canonical) return static_cast<double>((sum_of_losses.detach() * weight).item<float>());
     at::Tensor sum = sum_of_losses.detach().to(at::kDouble).reshape({1});
     if (!canonical) sum *= weight;
-    if (context_) comms_->along({"cp"}).all_reduce(sum).wait();
+    if (context_) comms_->along({axes::cp}).all_reduce(sum).wait();
     return canonical ? sum.item<double>() * weight : sum.item<double>();
   }
 

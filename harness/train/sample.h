@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "harness/case/axes.h"
 #include "harness/train/train_checkpoint.h"
 #include "shardproof/algebra/mesh.h"
 #include "shardproof/comm/process/process_world.h"
@@ -16,7 +17,7 @@ namespace harness {
 
 struct SampleOptions {
   SavedModel saved;
-  shardproof::Mesh mesh{{{"dp_shard", 1}}};  // parameters are cut over it, and every rank computes the same
+  shardproof::Mesh mesh{{{axes::dp_shard, 1}}};  // parameters are cut over it, and every rank computes the same
   std::string strategy = "zero3";
   std::vector<int64_t> prompt;  // at least one token
   int64_t length = 200;         // how many tokens follow

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "golden/golden.h"
+#include "harness/case/axes.h"
 #include "harness/train/slow_ranks.h"
 #include "harness/train/train_schedule.h"
 #include "shardproof/algebra/mesh.h"
@@ -34,7 +35,7 @@ struct TrainOptions {
   // A gpt or a llama: more vocab than any token, positions of at least the data's sequence length, no dropout. `canonical`:
   // sums inside of the model, too, do not depend on the mesh.
   golden::Model model;
-  shardproof::Mesh mesh{{{"dp_shard", 2}}};  // of the axes dp_replicate, dp_shard, cp, tp
+  shardproof::Mesh mesh{{{axes::dp_shard, 2}}};  // of the axes dp_replicate, dp_shard, cp, tp
   bool sequence_parallel = false;            // along tp
   int64_t overlap_pieces = 1;                // of products that are cut over tp
   std::string strategy = "zero3";

@@ -10,6 +10,7 @@
 #include <optional>
 #include <set>
 
+#include "harness/case/axes.h"
 #include "harness/case/network.h"
 #include "harness/case/parallel.h"
 #include "harness/train/stop_request.h"
@@ -79,7 +80,7 @@ bool begins_with_files(const TrainOptions& options, const TrainHistory& history)
 }
 
 TrainedModel make_model(const Case& c, const TrainOptions& options, bool filled_later, const std::shared_ptr<MeshComm>& comms) {
-  Comm* const tensor_group = c.tensor_ranks() > 1 ? &comms->along({"tp"}) : nullptr;
+  Comm* const tensor_group = c.tensor_ranks() > 1 ? &comms->along({axes::tp}) : nullptr;
   TrainedModel model{.network = network_of(c, options, filled_later, tensor_group), .tensor = {}, .context = {}};
   if (tensor_group) model.tensor = parallelize(model.network.module, comms, parallel_plan(c));
   if (c.context_ranks() > 1) model.context = context_parallel(model.network.module, comms, context_options(c));
@@ -183,7 +184,7 @@ std::map<std::string, at::Tensor> whole_weights(const golden::Model& model, cons
   run_threads(1, [&](const std::shared_ptr<Comm>& comm) {
     const Network network = make_network(model);
     Sharded whole =
-        fully_shard(network.module, std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 1}})), {.strategy = strategy("ddp")});
+        fully_shard(network.module, std::make_shared<MeshComm>(comm, Mesh({{axes::dp_shard, 1}})), {.strategy = strategy("ddp")});
     load_weights_of(folder, whole);
     values = whole.gather_main_parameters();
   });
@@ -212,7 +213,7 @@ class RankTraining {
         call_time_(std::make_shared<CallTime>(clock_of(options, comm->rank()))),
         comms_(std::make_shared<MeshComm>(timed(options.fingerprint ? checked(comm) : comm, call_time_), options.mesh)),
         model_(make_model(case_, options, begins_with_files(options, history), comms_)),
-        context_group_(model_.context ? &comms_->along({"cp"}) : nullptr),
+        context_group_(model_.context ? &comms_->along({axes::cp}) : nullptr),
         sharded_(fully_shard(model_.network.module, comms_, shard_options(options, begins_with_files(options, history)))),
         optimizer_(make_optimizer(sharded_, options.optimizer)),
         measures_(sharded_),
