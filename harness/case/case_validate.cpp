@@ -2,8 +2,8 @@
 #include <bit>
 #include <cmath>
 
-#include "harness/case/case.h"
 #include "harness/case/axes.h"
+#include "harness/case/case.h"
 #include "harness/case/mesh_order.h"
 #include "harness/case/parallel_sizes.h"
 #include "shardproof/algebra/strategy.h"

@@ -186,7 +186,8 @@ Mesh generate_mesh(Chooser& choose, const Limits& limits, const std::string& str
   if (!needs_both && choose.chance(0.6)) return Mesh({{axes::dp_shard, choose.integer(1, limits.world_max)}});
   if (strategy == "ddp" && choose.chance(0.3)) return Mesh({{axes::dp_replicate, choose.integer(1, limits.world_max)}});
   const int64_t replicas = choose.integer(1, std::min<int64_t>(4, limits.world_max));
-  return Mesh({{axes::dp_replicate, replicas}, {axes::dp_shard, choose.integer(1, std::max<int64_t>(1, limits.world_max / replicas))}});
+  return Mesh(
+      {{axes::dp_replicate, replicas}, {axes::dp_shard, choose.integer(1, std::max<int64_t>(1, limits.world_max / replicas))}});
 }
 
 // With axes cp and tp besides, within the limit on the world.

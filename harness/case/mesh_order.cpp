@@ -67,7 +67,8 @@ std::vector<Mesh> in_other_orders(const Mesh& mesh) {
 
 bool sums_replicas_first(const shardproof::Strategy& strategy, const Mesh& mesh) {
   const auto has = [&](const char* axis) { return mesh.has(axis) && mesh.size(axis) > 1; };
-  if (!has(axes::dp_replicate) || !has(axes::dp_shard) || mesh.index(axes::dp_replicate) < mesh.index(axes::dp_shard)) return false;
+  if (!has(axes::dp_replicate) || !has(axes::dp_shard) || mesh.index(axes::dp_replicate) < mesh.index(axes::dp_shard))
+    return false;
   const auto adds_both = [](const shardproof::Layout& from, const shardproof::Layout& to) {
     return std::ranges::all_of(std::array{axes::dp_replicate, axes::dp_shard}, [&](const char* axis) {
       return std::ranges::count(from.partial, axis) > 0 && std::ranges::count(to.partial, axis) == 0;

@@ -6,8 +6,8 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
-#include "harness/case/model_fields.h"
 #include "harness/case/axes.h"
+#include "harness/case/model_fields.h"
 #include "harness/case/network.h"
 #include "harness/commands/checkpoint_command.h"
 #include "harness/commands/json_lines.h"

@@ -209,7 +209,8 @@ void require_mesh(const Arguments& a, const std::vector<std::string>& order) {
   const shardproof::Mesh& mesh = a.task.mesh;
   const bench::Size& size = a.task.size;
   const int64_t tp = mesh.has(axes::tp) ? mesh.size(axes::tp) : 1;
-  SHARD_REQUIRE(!mesh.has(axes::cp), "bench", "the benchmark's model has whole sequences; leave cp out of --mesh {}", mesh.str());
+  SHARD_REQUIRE(!mesh.has(axes::cp), "bench", "the benchmark's model has whole sequences; leave cp out of --mesh {}",
+                mesh.str());
   on_mesh(chosen_strategy(a.task.strategy), data_parallel_mesh(mesh));
   SHARD_REQUIRE(size.batch % a.task.data_ranks() == 0, "bench",
                 "the ranks along dp_replicate and dp_shard must divide the batch of {}; --mesh {} has {} of them", size.batch,

@@ -8,8 +8,8 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
-#include "harness/commands/bench_plot.h"
 #include "harness/case/axes.h"
+#include "harness/commands/bench_plot.h"
 #include "harness/commands/commands.h"
 #include "harness/commands/json_lines.h"
 #include "harness/plan/dry_run.h"

@@ -141,7 +141,8 @@ std::string package_folder() {
 }
 
 nlohmann::ordered_json mesh_of(const Abilities& engine, const Case& c) {
-  if (engine.shards && c.mesh.has(axes::dp_replicate)) return {{axes::dp_replicate, c.replicas()}, {axes::dp_shard, c.shards()}};
+  if (engine.shards && c.mesh.has(axes::dp_replicate))
+    return {{axes::dp_replicate, c.replicas()}, {axes::dp_shard, c.shards()}};
   if (!engine.tensor) return {{"dp", c.data_ranks()}};
   if (!engine.data) return {{axes::tp, c.tensor_ranks()}};
   return {{"dp", c.data_ranks()}, {axes::tp, c.tensor_ranks()}};

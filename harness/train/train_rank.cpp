@@ -183,8 +183,8 @@ std::map<std::string, at::Tensor> whole_weights(const golden::Model& model, cons
   std::map<std::string, at::Tensor> values;
   run_threads(1, [&](const std::shared_ptr<Comm>& comm) {
     const Network network = make_network(model);
-    Sharded whole =
-        fully_shard(network.module, std::make_shared<MeshComm>(comm, Mesh({{axes::dp_shard, 1}})), {.strategy = strategy("ddp")});
+    Sharded whole = fully_shard(network.module, std::make_shared<MeshComm>(comm, Mesh({{axes::dp_shard, 1}})),
+                                {.strategy = strategy("ddp")});
     load_weights_of(folder, whole);
     values = whole.gather_main_parameters();
   });
