@@ -22,7 +22,7 @@ install(DIRECTORY "${PROJECT_SOURCE_DIR}/impl/include/shardproof" DESTINATION "$
 # those that such a program includes, in a folder that only shardproof::harness names.
 set(_harness "${CMAKE_INSTALL_INCLUDEDIR}/shardproof_harness")
 target_include_directories(harness INTERFACE "$<INSTALL_INTERFACE:${_harness}>")
-foreach(header golden/golden.h harness/case/case.h harness/case/case_options.h
+foreach(header golden/golden.h harness/case/axes.h harness/case/case.h harness/case/case_options.h
     harness/case/case_scanner.h harness/case/interleaving.h harness/commands/program.h
     harness/compare/step_exchange.h harness/run/property.h)
   cmake_path(GET header PARENT_PATH _folder)

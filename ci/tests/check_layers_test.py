@@ -209,6 +209,11 @@ class CheckLayers(unittest.TestCase):
         self.expect({"harness/CMakeLists.txt": CLEAN["harness/CMakeLists.txt"] + "set(torch /ho" + "me/someone/torch)\n"},
                     "harness/CMakeLists.txt", "path of one machine")
 
+    def test_mesh_axes_by_their_names_are_found(self):
+        code = '#include "harness/case/case.h"\nint ranks(const Mesh& mesh) { return mesh.size("tp"); }\n'
+        self.expect({"harness/case/case.cpp": code}, "harness/case/case.cpp", "a mesh axis by its name")
+        self.assertEqual(self.found({"harness/case/case.cpp": code.replace("mesh.size(", "Draws(seed, ")}), [])
+
     def test_long_lines_are_found(self):
         self.expect({"golden/golden.h": "#include <ATen/core/Tensor.h>\n//" + 109 * "-" + "\n"},
                     "golden/golden.h", "111 columns")

@@ -31,11 +31,13 @@ harness::Complaint keeps_what_it_updates(const harness::LiveRun& run) {
 
 int main(int argc, char** argv) {
   register_strategy(crossed());
-  harness::register_property(
-      {.name = "keeps_what_it_updates",
-       // Not where some units have another strategy, or small parameters stay whole on request.
-       .applies =
-           [](const harness::Case& c) { return c.strategy == "crossed" && !has_unit_sharding(c) && c.options.keep_whole == 0; },
-       .live = keeps_what_it_updates});
+  harness::register_property({.name = "keeps_what_it_updates",
+                              // Not where some units have another strategy, or small parameters stay whole on request.
+                              .applies =
+                                  [](const harness::Case& c) {
+                                    return c.strategy == "crossed" && !has_unit_sharding(c) &&
+                                           c.options.of("keep_whole_numel_max") == 0;
+                                  },
+                              .live = keeps_what_it_updates});
   return harness::run_program(argc, argv);
 }

@@ -49,6 +49,16 @@ struct Farthest {
   float value() const { return held->piece->data.const_data_ptr<float>()[element - held->piece->run.begin]; }
 };
 
+// A tensor of a step, and what else it is judged by.
+struct Judged {
+  std::string kind, name;
+  at::Tensor whole;                  // the truth
+  at::Tensor before;                 // what the step began with, where it only changes something
+  at::Tensor gradient;               // of the same parameter, in the truth
+  double kind_size, gradients_size;  // of all tensors of the kind, and of all gradients
+  std::vector<Values> references;
+};
+
 class Judge {
  public:
   Judge(at::ScalarType compute, double* ratio_max, int64_t* compared)
@@ -76,11 +86,8 @@ class Judge {
     return difference;
   }
 
-  // `before`: what the step began with, where it only changes something. `kind_size`: of all tensors of the kind. `gradient`:
-  // of the same parameter, in the truth; and the size of all gradients.
-  Found tensor(const std::string& kind, const std::string& name, const at::Tensor& whole, const at::Tensor& before,
-               double kind_size, const at::Tensor& gradient, double gradients_size, const std::vector<Values>& references,
-               const std::vector<HeldPiece>& pieces) {
+  Found tensor(const Judged& judged, const std::vector<HeldPiece>& pieces) {
+    const auto& [kind, name, whole, before, gradient, kind_size, gradients_size, references] = judged;
     const Values truth = doubles(whole);
     double reference = 0;
     for (const Values& values : references) reference = std::max(reference, distance(truth, values));
@@ -167,8 +174,9 @@ at::Tensor gradient_of(const golden::StepTrace& trace, const std::string& parame
 
 }  // namespace
 
-Found first_beyond_tolerance(const golden::StepTrace& truth, const golden::Named& before, const Traces& references,
-                             const std::vector<RankStep>& ranks, Copies copies, double* ratio_max, int64_t* compared) {
+Found first_beyond_tolerance(const Unsharded& unsharded, const std::vector<RankStep>& ranks, const Copies& copies,
+                             double* ratio_max, int64_t* compared) {
+  const auto& [truth, before, references] = unsharded;
   Judge judge(copies.compute, ratio_max, compared);
   if (auto difference = scalars(judge, truth, references, ranks, copies)) return difference;
   std::vector<TensorKind> kinds;
@@ -182,7 +190,9 @@ Found first_beyond_tolerance(const golden::StepTrace& truth, const golden::Named
     gradients_size = std::hypot(gradients_size, Judge::size_of(gradient, {}));
   for (size_t k = 0; k < kinds.size(); ++k) {
     if (auto difference = sort_pieces(kinds[k], sorted)) return difference;
-    const auto start_of = [&](size_t i) { return kinds[k].name == "parameter" ? before[i].second : at::Tensor(); };
+    const auto start_of = [&, &before = before](size_t i) {
+      return kinds[k].name == "parameter" ? before[i].second : at::Tensor();
+    };
     double kind_size = 0;
     for (size_t i = 0; i < sorted.size(); ++i)
       kind_size = std::hypot(kind_size, Judge::size_of(kinds[k].golden[i].second, start_of(i)));
@@ -190,9 +200,10 @@ Found first_beyond_tolerance(const golden::StepTrace& truth, const golden::Named
       const auto& [name, whole] = kinds[k].golden[i];
       std::vector<Values> of_references;
       for (const auto& trace_kinds : reference_kinds) of_references.push_back(doubles(trace_kinds[k].golden.at(i).second));
-      if (auto difference = judge.tensor(kinds[k].name, name, whole, start_of(i), kind_size, gradient_of(truth, name),
-                                         gradients_size, of_references, sorted[i]))
-        return difference;
+      const Judged judged{
+          kinds[k].name,           name, whole, start_of(i), gradient_of(truth, name), kind_size, gradients_size,
+          std::move(of_references)};
+      if (auto difference = judge.tensor(judged, sorted[i])) return difference;
     }
   }
   return {};

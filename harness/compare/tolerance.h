@@ -35,14 +35,18 @@ constexpr double spacing_around_zero(at::ScalarType compute) {
   return compute == at::kHalf ? 0x1p-24 : 0;
 }
 
+// What a step is measured by.
+struct Unsharded {
+  const golden::StepTrace& truth;
+  const golden::Named& before;                      // parameters of the truth before the step
+  std::vector<const golden::StepTrace*> references;  // float32 runs
+};
+
 // The first tensor of the step that is too far off, with its worst element, or nothing. `ratio_max` grows to the largest ratio
 // of distances seen. Of each element the rank that is farthest off counts; pieces must tile every tensor as in
-// `first_difference`, and what is not finite is never near. Adds the number of values compared to `*compared`. `before`:
-// parameters of the truth before the step.
-std::optional<Difference> first_beyond_tolerance(const golden::StepTrace& truth, const golden::Named& before,
-                                                 const std::vector<const golden::StepTrace*>& references,
-                                                 const std::vector<RankStep>& ranks, Copies copies, double* ratio_max,
-                                                 int64_t* compared);
+// `first_difference`, and what is not finite is never near. Adds the number of values compared to `*compared`.
+std::optional<Difference> first_beyond_tolerance(const Unsharded& unsharded, const std::vector<RankStep>& ranks,
+                                                 const Copies& copies, double* ratio_max, int64_t* compared);
 
 // The parameter of a step that float32 runs agree best on, relative to its norm: where a planted change has to be noticed.
 size_t best_known_parameter(const golden::StepTrace& truth, const std::vector<const golden::StepTrace*>& references);

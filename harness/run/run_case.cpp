@@ -106,7 +106,7 @@ class Reference {
 
   Compared within_tolerance(size_t step, const std::vector<RankStep>& ranks) const {
     Compared compared;
-    compared.difference = first_beyond_tolerance(truth_[step], before(step), references(step), ranks, copies_[step],
+    compared.difference = first_beyond_tolerance({truth_[step], before(step), references(step)}, ranks, copies_[step],
                                                  &compared.ratio, &compared.values);
     return compared;
   }

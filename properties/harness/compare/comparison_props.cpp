@@ -39,8 +39,8 @@ struct Both {
   }
   std::optional<std::string> tolerance(size_t step) {
     int64_t compared = 0;
-    return text_of(first_beyond_tolerance(truth[step], step == 0 ? run.parameters : truth[step - 1].parameters, {&golden[step]},
-                                          sharded[step], copies(), &ratio_max, &compared));
+    const Unsharded unsharded{truth[step], step == 0 ? run.parameters : truth[step - 1].parameters, {&golden[step]}};
+    return text_of(first_beyond_tolerance(unsharded, sharded[step], copies(), &ratio_max, &compared));
   }
 
  private:
