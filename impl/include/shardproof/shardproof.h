@@ -1,6 +1,7 @@
 // Everything a user of the library includes.
 #pragma once
 
+#include "shardproof/algebra/axes.h"
 #include "shardproof/algebra/context_cut.h"
 #include "shardproof/algebra/layout.h"
 #include "shardproof/algebra/mesh.h"
@@ -41,6 +42,7 @@
 #include "shardproof/parallel/tensor/tensor_parallel.h"
 #include "shardproof/sharding/fully_shard.h"
 #include "shardproof/sharding/memory.h"
+#include "shardproof/sharding/named_options.h"
 #include "shardproof/sharding/piece.h"
 #include "shardproof/sharding/shard_options.h"
 #include "shardproof/sharding/step_graph.h"
