@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 namespace harness {
@@ -17,6 +18,9 @@ struct Difference {
   // "gradient of fc.weight, element [3, 5], on rank 2: golden 1, sharded 2"
   std::string str() const;
 };
+
+// The first that was found, if any.
+using FoundDifference = std::optional<Difference>;
 
 Difference number_on(size_t rank, std::string value, std::string says);
 Difference element_on(size_t rank, std::string value, std::string tensor, std::string element, std::string says);

@@ -11,7 +11,7 @@
 namespace harness {
 namespace {
 
-using Difference = std::optional<std::string>;
+using Disagreement = std::optional<std::string>;
 
 // float64 and float32 of the golden run, and Python's.
 struct Step {
@@ -26,7 +26,7 @@ double distance(const at::Tensor& a, const at::Tensor& b) {
 }
 
 // `single_floor`: how far a float32 run counts as being away at least, relative.
-Difference compare(const std::string& what, const at::Tensor& ours, const at::Tensor& single, const at::Tensor& python,
+Disagreement compare(const std::string& what, const at::Tensor& ours, const at::Tensor& single, const at::Tensor& python,
                    double single_floor = kSingleFloor) {
   const double size = ours.norm().item<double>();
   const double rounding = std::max(distance(ours, single), single_floor * size) * kPrecisions;
@@ -36,7 +36,7 @@ Difference compare(const std::string& what, const at::Tensor& ours, const at::Te
                      found / size, kOracleFactor * rounding / size);
 }
 
-Difference compare(const std::string& what, const golden::Named& ours, const golden::Named& single,
+Disagreement compare(const std::string& what, const golden::Named& ours, const golden::Named& single,
                    const golden::Named& python) {
   if (ours.size() != python.size()) return fmt::format("{}: {} tensors, {} in Python", what, ours.size(), python.size());
   for (size_t i = 0; i < ours.size(); ++i) {
@@ -48,7 +48,7 @@ Difference compare(const std::string& what, const golden::Named& ours, const gol
   return {};
 }
 
-Difference compare_step(const Step& step) {
+Disagreement compare_step(const Step& step) {
   // One number is often right by luck in float32, so all of a step say how far it is away.
   struct Number {
     std::string what;
@@ -96,7 +96,7 @@ bool suits_oracle(const Case& c) {
   return judged && c.mode != Mode::canonical && golden::oracle_supports(run_without_averages(c));
 }
 
-Difference oracle_difference(const Case& c) {
+Disagreement oracle_difference(const Case& c) {
   const golden::Run run = run_without_averages(c);
   const golden::Trace ours = golden::train(run, at::kDouble), single = golden::train(run),
                       python = golden::train_in_python(run);

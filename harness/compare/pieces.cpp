@@ -71,7 +71,7 @@ std::vector<int64_t> Copies::of(const std::string& parameter, int64_t numel, int
   return copies;
 }
 
-std::optional<Difference> tensor_kinds(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies,
+FoundDifference tensor_kinds(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies,
                                        std::vector<TensorKind>& kinds) {
   const auto kind = [&](const std::string& name, golden::Named tensors, int64_t Holders::* held) {
     TensorKind made{name, std::move(tensors), {}, {}};
@@ -113,7 +113,7 @@ std::optional<Difference> tensor_kinds(const golden::StepTrace& golden, const st
   return {};
 }
 
-std::optional<Difference> sort_pieces(const TensorKind& kind, std::vector<std::vector<HeldPiece>>& sorted) {
+FoundDifference sort_pieces(const TensorKind& kind, std::vector<std::vector<HeldPiece>>& sorted) {
   const golden::Named& golden = kind.golden;
   if (golden.empty())
     return Difference{.value = kind.name, .says = "the golden run has no tensors, so nothing would be compared"};

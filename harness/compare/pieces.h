@@ -61,12 +61,12 @@ struct HeldPiece {
 };
 
 // In the order in which a step makes them: gradients, state, parameters. Instead what one side has and the other lacks.
-std::optional<Difference> tensor_kinds(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies,
+FoundDifference tensor_kinds(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies,
                                        std::vector<TensorKind>& kinds);
 
 // The pieces of each tensor, in the golden order. Instead what is wrong with them: a rank holds a piece that
 // does not fit, or an element is held by more or fewer ranks than it should be.
-std::optional<Difference> sort_pieces(const TensorKind& kind, std::vector<std::vector<HeldPiece>>& sorted);
+FoundDifference sort_pieces(const TensorKind& kind, std::vector<std::vector<HeldPiece>>& sorted);
 
 // A rank that has losses of another number of rounds.
 Difference other_rounds(size_t rank, size_t rounds, size_t golden_rounds);

@@ -10,7 +10,6 @@
 namespace harness {
 namespace {
 
-using Found = std::optional<Difference>;
 
 template <class Bits, class Float>
 bool same(Float golden, Float sharded) {
@@ -23,7 +22,7 @@ std::string both(Float golden, Float sharded) {
                      sharded, std::bit_cast<Bits>(sharded));
 }
 
-Found evaluations(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies,
+FoundDifference evaluations(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies,
                   int64_t* compared) {
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     const std::vector<double>& sharded = ranks[rank].evaluated;
@@ -37,7 +36,7 @@ Found evaluations(const golden::StepTrace& golden, const std::vector<RankStep>& 
   return {};
 }
 
-Found losses(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies, int64_t* compared) {
+FoundDifference losses(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies, int64_t* compared) {
   for (size_t rank = 0; rank < ranks.size(); ++rank)
     if (ranks[rank].losses.size() != golden.losses.size())
       return other_rounds(rank, ranks[rank].losses.size(), golden.losses.size());
@@ -72,7 +71,7 @@ int64_t first_difference(const float* golden, const float* sharded, int64_t leng
 }
 
 // The lowest element that differs on any rank.
-Found tensor(const TensorKind& kind, const std::string& name, const at::Tensor& golden, const std::vector<HeldPiece>& pieces,
+FoundDifference tensor(const TensorKind& kind, const std::string& name, const at::Tensor& golden, const std::vector<HeldPiece>& pieces,
              bool zeros_alike, int64_t* compared) {
   const at::Tensor whole = golden.contiguous();
   const float* values = whole.const_data_ptr<float>();
@@ -90,7 +89,7 @@ Found tensor(const TensorKind& kind, const std::string& name, const at::Tensor& 
   return element_on(worst->rank, kind.name, name, index_of(element, whole), both<uint32_t>(values[element], sharded));
 }
 
-Found buffers(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies, int64_t* compared) {
+FoundDifference buffers(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies, int64_t* compared) {
   for (size_t rank = 0; rank < ranks.size() && !golden.buffers.empty(); ++rank)
     for (const auto& [name, expected] : golden.buffers.at(copies.data_rank(rank))) {
       const auto held = std::ranges::find(ranks[rank].buffers, name, [](const auto& item) { return item.first; });
@@ -107,7 +106,7 @@ Found buffers(const golden::StepTrace& golden, const std::vector<RankStep>& rank
 
 }  // namespace
 
-Found first_difference(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies, int64_t* compared) {
+FoundDifference first_difference(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies, int64_t* compared) {
   if (copies.buffers)
     if (auto difference = evaluations(golden, ranks, copies, compared)) return difference;
   if (auto difference = losses(golden, ranks, copies, compared)) return difference;

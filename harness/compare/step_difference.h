@@ -18,7 +18,7 @@ namespace harness {
 // nearest to the cause. Every replica on every rank is compared. It is also a difference when a value is not finite, when an
 // element is held by more or fewer ranks than `copies` says, or when one side has a tensor or a loss that the other
 // lacks. Under tensor parallelism -0 is +0. Adds the number of values compared to `*compared`.
-std::optional<Difference> first_difference(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies,
+FoundDifference first_difference(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies,
                                            int64_t* compared);
 
 }  // namespace harness

@@ -8,7 +8,6 @@
 namespace harness {
 namespace {
 
-using Found = std::optional<Difference>;
 using Values = std::vector<double>;
 using Traces = std::vector<const golden::StepTrace*>;
 
@@ -76,7 +75,7 @@ class Judge {
         ratio, kToleranceFactor);
   }
 
-  Found scalar(Difference difference, double truth, const Values& references, double sharded) {
+  FoundDifference scalar(Difference difference, double truth, const Values& references, double sharded) {
     ++*compared_;
     double reference = 0;
     for (const double value : references) reference = std::max(reference, std::abs(value - truth));
@@ -86,7 +85,7 @@ class Judge {
     return difference;
   }
 
-  Found tensor(const Judged& judged, const std::vector<HeldPiece>& pieces) {
+  FoundDifference tensor(const Judged& judged, const std::vector<HeldPiece>& pieces) {
     const auto& [kind, name, whole, before, gradient, kind_size, gradients_size, references] = judged;
     const Values truth = doubles(whole);
     double reference = 0;
@@ -131,7 +130,7 @@ class Judge {
   int64_t* compared_;
 };
 
-Found scalars(Judge& judge, const golden::StepTrace& truth, const Traces& references, const std::vector<RankStep>& ranks,
+FoundDifference scalars(Judge& judge, const golden::StepTrace& truth, const Traces& references, const std::vector<RankStep>& ranks,
               const Copies& copies) {
   const auto of_references = [&](const auto& value_of) {
     Values values;
@@ -174,7 +173,7 @@ at::Tensor gradient_of(const golden::StepTrace& trace, const std::string& parame
 
 }  // namespace
 
-Found first_beyond_tolerance(const Unsharded& unsharded, const std::vector<RankStep>& ranks, const Copies& copies,
+FoundDifference first_beyond_tolerance(const Unsharded& unsharded, const std::vector<RankStep>& ranks, const Copies& copies,
                              double* ratio_max, int64_t* compared) {
   const auto& [truth, before, references] = unsharded;
   Judge judge(copies.compute, ratio_max, compared);

@@ -26,7 +26,7 @@ using shardproof::ModuleCall;
 enum class Aspect { parameter, input, output, output_gradient };
 
 // One tensor of one call that is not what it is in the unsharded run.
-struct Difference {
+struct WrongCall {
   size_t round = 0;
   bool backward = false;
   size_t order = 0;  // among the calls of the microbatch, in the order of the pass
@@ -89,7 +89,7 @@ class Round {
       : case_(c), plan_(plan), round_(round), traced_(traced), data_ranks_(c.data_rank_of_each()) {}
 
   // The first of this rank.
-  std::optional<Difference> first(size_t rank) const {
+  std::optional<WrongCall> first(size_t rank) const {
     const MicrobatchTrace& golden = traced_.golden[static_cast<size_t>(data_ranks_[rank])][round_];
     const size_t calls = golden.calls.size();
     for (size_t i = 0; i < calls; ++i)
@@ -102,7 +102,7 @@ class Round {
  private:
   const MicrobatchTrace& of_rank(size_t rank) const { return traced_.ranks[rank].at(round_); }
 
-  Difference placed(Difference found, size_t rank, size_t order, bool backward) const {
+  WrongCall placed(WrongCall found, size_t rank, size_t order, bool backward) const {
     found.round = round_, found.backward = backward, found.order = order, found.rank = rank;
     found.note = call_of(*found.golden, rank)->note;
     return found;
@@ -114,7 +114,7 @@ class Round {
     return nullptr;
   }
 
-  std::optional<Difference> in_forward(const ModuleCall& golden, size_t rank) const {
+  std::optional<WrongCall> in_forward(const ModuleCall& golden, size_t rank) const {
     const ModuleCall* const held = call_of(golden, rank);
     if (!held) return {};
     for (size_t i = 0; i < std::min(golden.parameters.size(), held->parameters.size()); ++i) {
@@ -129,13 +129,13 @@ class Round {
     return compare(golden, Aspect::output, rank, [](const ModuleCall& call) { return call.output; });
   }
 
-  std::optional<Difference> in_backward(const ModuleCall& golden, size_t rank) const {
+  std::optional<WrongCall> in_backward(const ModuleCall& golden, size_t rank) const {
     if (!call_of(golden, rank) || has_terms_of_ranks(case_, golden.module)) return {};
     return compare(golden, Aspect::output_gradient, rank, [](const ModuleCall& call) { return call.output_gradient; });
   }
 
   template <class Of>
-  std::optional<Difference> compare(const ModuleCall& golden, Aspect aspect, size_t rank, const Of& of) const {
+  std::optional<WrongCall> compare(const ModuleCall& golden, Aspect aspect, size_t rank, const Of& of) const {
     const at::Tensor held = of(*call_of(golden, rank)), whole = of(golden);
     if (!held.defined() || !whole.defined()) return {};
     const double scale = aspect == Aspect::output_gradient ? of_rank(rank).scale : 1;
@@ -143,7 +143,7 @@ class Round {
     const std::optional<at::Tensor> wanted = part(golden, in_double(whole), rank, of, aspect == Aspect::parameter);
     if (!wanted || wanted->numel() == 0) return {};
     if (norm_of(values - *wanted) <= tolerance_of(case_, aspect) * norm_of(*wanted)) return {};
-    return Difference{.aspect = aspect, .golden = &golden, .wanted = *wanted, .held = values};
+    return WrongCall{.aspect = aspect, .golden = &golden, .wanted = *wanted, .held = values};
   }
 
   // The part of the golden tensor that this rank should have; nothing where that is not plain.
@@ -189,8 +189,8 @@ class Round {
   const std::vector<int64_t> data_ranks_;
 };
 
-std::string in_words(const std::vector<Difference>& found, const Case& c) {
-  const Difference& first = found.front();
+std::string in_words(const std::vector<WrongCall>& found, const Case& c) {
+  const WrongCall& first = found.front();
   std::string what;
   switch (first.aspect) {
     case Aspect::parameter:
@@ -207,7 +207,7 @@ std::string in_words(const std::vector<Difference>& found, const Case& c) {
       break;
   }
   std::vector<size_t> ranks;
-  for (const Difference& difference : found) ranks.push_back(difference.rank);
+  for (const WrongCall& difference : found) ranks.push_back(difference.rank);
   const int64_t world = c.mesh.size();
   const std::string& module = first.golden->module;
   std::string text = fmt::format("microbatch {}: {} {}", first.round, module.empty() ? "the model" : module, what);
@@ -230,7 +230,7 @@ bool is_close(const at::Tensor& a, const at::Tensor& b) {
 }
 
 // "elements [0, 6)": the first run of elements that differ, and whether there are more.
-std::string wrong_elements(const Difference& d) {
+std::string wrong_elements(const WrongCall& d) {
   const at::Tensor wrong = ((d.held - d.wanted).abs() <= 1e-5 * d.wanted.abs()).logical_not().flatten();  // NaN too
   const at::Tensor indices = wrong.nonzero().flatten();
   const int64_t begin = indices[0].item<int64_t>();
@@ -241,21 +241,21 @@ std::string wrong_elements(const Difference& d) {
   return fmt::format("elements [{}, {}){} of {}", begin, end, more ? " and others" : "", d.parameter);
 }
 
-std::string guess_of_parameter(const std::vector<Difference>& found, const golden::Named* earlier, bool loaded) {
-  const Difference& first = found.front();
+std::string guess_of_parameter(const std::vector<WrongCall>& found, const golden::Named* earlier, bool loaded) {
+  const WrongCall& first = found.front();
   const auto all = [&](const auto& is) { return std::ranges::all_of(found, is); };
   if (first.golden->module.empty())
     return wrong_elements(first) + ", a buffer, are not what the unsharded model computes for it";
   const at::Tensor* const old = earlier ? tensor_of(*earlier, first.parameter) : nullptr;
   if (old && old->numel() == first.held.numel() &&
-      all([&](const Difference& d) { return is_close(d.held.flatten(), in_double(*old).flatten()); }))
+      all([&](const WrongCall& d) { return is_close(d.held.flatten(), in_double(*old).flatten()); }))
     return "the forward reads the parameters of the step before";
-  if (loaded && all([](const Difference& d) { return norm_of(d.held - kResumedBeginning) == 0; }))
+  if (loaded && all([](const WrongCall& d) { return norm_of(d.held - kResumedBeginning) == 0; }))
     return fmt::format("{} is what the new run was built with: the load did not bring it there", first.parameter);
-  if (all([](const Difference& d) { return d.reordered; }))
+  if (all([](const WrongCall& d) { return d.reordered; }))
     return fmt::format("the elements that {} reads are there in another order, as if the pieces of ranks were swapped",
                        first.golden->module);
-  if (all([](const Difference& d) { return norm_of(d.held) == 0; }))
+  if (all([](const WrongCall& d) { return norm_of(d.held) == 0; }))
     return loaded ? "the forward reads zeros: the load did not bring them back, or nothing was gathered there"
                   : "the forward reads zeros: nothing was gathered there, or it is the padding of another place";
   if (!earlier) return wrong_elements(first) + " are not the initial values that rank 0 has";
@@ -263,7 +263,7 @@ std::string guess_of_parameter(const std::vector<Difference>& found, const golde
 }
 
 // "between A and B": the call before this one, in the order of the pass.
-std::string guess_of_flow(const Difference& first, const MicrobatchTrace& golden) {
+std::string guess_of_flow(const WrongCall& first, const MicrobatchTrace& golden) {
   const std::string& module = first.golden->module;
   const auto at = [&](size_t order) -> const std::string& {
     return golden.calls[first.backward ? golden.calls.size() - 1 - order : order].module;
@@ -288,9 +288,9 @@ std::string guess_of_flow(const Difference& first, const MicrobatchTrace& golden
 }
 
 // A factor in the gradient, the same on all ranks that have a wrong one.
-std::string factor_in_gradient(const std::vector<Difference>& found, const Case& c, const golden::Step& step) {
+std::string factor_in_gradient(const std::vector<WrongCall>& found, const Case& c, const golden::Step& step) {
   std::optional<double> factor;
-  for (const Difference& d : found) {
+  for (const WrongCall& d : found) {
     const double square = d.wanted.square().sum().item<double>();
     const double own = (d.held * d.wanted).sum().item<double>() / std::max(square, 1e-300);
     const bool fits =
@@ -308,7 +308,7 @@ std::string factor_in_gradient(const std::vector<Difference>& found, const Case&
 ModuleDifference module_difference(const Case& c, const golden::Step& step, const TracedStep& traced,
                                    const golden::Named* earlier) {
   const shardproof::ParallelPlan plan = c.tensor_ranks() > 1 ? parallel_plan(c) : shardproof::ParallelPlan{};
-  std::vector<Difference> found;
+  std::vector<WrongCall> found;
   for (size_t round = 0; round < step.microbatches.size() && found.empty(); ++round) {
     const Round compared(c, plan, round, traced);
     for (size_t rank = 0; rank < traced.ranks.size(); ++rank)
@@ -319,9 +319,9 @@ ModuleDifference module_difference(const Case& c, const golden::Step& step, cons
             .guess = "the model itself computes something else than the golden one"};
   if (found.empty())
     return {.where = "every module reads and gives what it does unsharded: what follows the backward is wrong", .guess = ""};
-  std::ranges::stable_sort(found, {}, &Difference::key);
-  std::erase_if(found, [key = found.front().key()](const Difference& d) { return d.key() != key; });
-  const Difference& first = found.front();
+  std::ranges::stable_sort(found, {}, &WrongCall::key);
+  std::erase_if(found, [key = found.front().key()](const WrongCall& d) { return d.key() != key; });
+  const WrongCall& first = found.front();
   ModuleDifference result{.where = in_words(found, c), .guess = ""};
   const auto data_rank = static_cast<size_t>(c.data_rank_of_each()[first.rank]);
   if (first.aspect == Aspect::parameter)

@@ -23,7 +23,6 @@
 namespace harness {
 namespace {
 
-using Found = std::optional<Difference>;
 
 constexpr int64_t kJitteredRuns = 3;
 // One number of an unsharded run is near the truth by luck, and of few runs all may be. Where the sharded run is too far off,
@@ -74,7 +73,7 @@ class Reference {
   }
 
   // With `may_doubt` more unsharded runs are asked before a difference that may be luck is told.
-  Found difference(size_t step, const std::vector<RankStep>& ranks, Verdict& verdict, bool may_doubt = false) const {
+  FoundDifference difference(size_t step, const std::vector<RankStep>& ranks, Verdict& verdict, bool may_doubt = false) const {
     if (truth_.empty()) return first_difference(trace_[step], ranks, copies_[step], &verdict.values_compared);
     Compared compared = within_tolerance(step, ranks);
     const bool is_doubt = compared.ratio > kToleranceFactor && compared.ratio <= kLuckMax;
@@ -99,7 +98,7 @@ class Reference {
 
  private:
   struct Compared {
-    Found difference;
+    FoundDifference difference;
     double ratio = 0;
     int64_t values = 0;
   };

@@ -148,7 +148,7 @@ TrainStep summary(const std::vector<RankStep>& ranks, const Copies& copies, cons
 }
 
 // Between the losses of held-out microbatches and the golden run's, in every bit; of those before a request to stop.
-std::optional<Difference> validation_difference(const golden::Trainer& golden, const std::vector<RankStep>& ranks,
+FoundDifference validation_difference(const golden::Trainer& golden, const std::vector<RankStep>& ranks,
                                                 const Copies& copies, const ValidationRule& rule, const TrainingData& data,
                                                 int64_t* compared) {
   for (int64_t round = 0; round < rule.rounds(); ++round)

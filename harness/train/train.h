@@ -18,7 +18,7 @@ struct TrainResult {
   int64_t steps = 0;                      // reported
   bool stopped = false;                   // before the last step, because somebody asked to stop
   int64_t values_compared = 0;            // 0 unless checked
-  std::optional<Difference> difference = {};  // the first one, of the last step
+  FoundDifference difference = {};  // the first one, of the last step
 };
 
 // Throws Error for options that do not fit each other, the data, or the checkpoints that are there.
