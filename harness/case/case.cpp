@@ -27,12 +27,12 @@ class Group {
     return *this;
   }
   template <class T>
-  Group& add(const char* key, const T& value) {
+  Group& add(const std::string& key, const T& value) {
     arguments_.push_back(fmt::format("{}={}", key, value));
     return *this;
   }
   template <class T>
-  Group& add(const char* key, const T& value, const T& standard) {
+  Group& add(const std::string& key, const T& value, const T& standard) {
     return value == standard ? *this : add(key, value);
   }
   Group& flag(const char* key, bool value, bool standard) {

@@ -27,7 +27,7 @@ double distance(const at::Tensor& a, const at::Tensor& b) {
 
 // `single_floor`: how far a float32 run counts as being away at least, relative.
 Disagreement compare(const std::string& what, const at::Tensor& ours, const at::Tensor& single, const at::Tensor& python,
-                   double single_floor = kSingleFloor) {
+                     double single_floor = kSingleFloor) {
   const double size = ours.norm().item<double>();
   const double rounding = std::max(distance(ours, single), single_floor * size) * kPrecisions;
   const double found = distance(ours, python);
@@ -37,7 +37,7 @@ Disagreement compare(const std::string& what, const at::Tensor& ours, const at::
 }
 
 Disagreement compare(const std::string& what, const golden::Named& ours, const golden::Named& single,
-                   const golden::Named& python) {
+                     const golden::Named& python) {
   if (ours.size() != python.size()) return fmt::format("{}: {} tensors, {} in Python", what, ours.size(), python.size());
   for (size_t i = 0; i < ours.size(); ++i) {
     if (ours[i].first != python[i].first) return fmt::format("{}: {} is {} in Python", what, ours[i].first, python[i].first);

@@ -72,7 +72,7 @@ std::vector<int64_t> Copies::of(const std::string& parameter, int64_t numel, int
 }
 
 FoundDifference tensor_kinds(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies,
-                                       std::vector<TensorKind>& kinds) {
+                             std::vector<TensorKind>& kinds) {
   const auto kind = [&](const std::string& name, golden::Named tensors, int64_t Holders::* held) {
     TensorKind made{name, std::move(tensors), {}, {}};
     for (const auto& [parameter, value] : made.golden) made.copies.push_back(copies.of(parameter, value.numel(), held));

@@ -62,7 +62,7 @@ struct HeldPiece {
 
 // In the order in which a step makes them: gradients, state, parameters. Instead what one side has and the other lacks.
 FoundDifference tensor_kinds(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies,
-                                       std::vector<TensorKind>& kinds);
+                             std::vector<TensorKind>& kinds);
 
 // The pieces of each tensor, in the golden order. Instead what is wrong with them: a rank holds a piece that
 // does not fit, or an element is held by more or fewer ranks than it should be.

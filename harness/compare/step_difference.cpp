@@ -10,7 +10,6 @@
 namespace harness {
 namespace {
 
-
 template <class Bits, class Float>
 bool same(Float golden, Float sharded) {
   return std::bit_cast<Bits>(golden) == std::bit_cast<Bits>(sharded) && std::isfinite(golden);
@@ -23,7 +22,7 @@ std::string both(Float golden, Float sharded) {
 }
 
 FoundDifference evaluations(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies,
-                  int64_t* compared) {
+                            int64_t* compared) {
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     const std::vector<double>& sharded = ranks[rank].evaluated;
     if (sharded.empty() != golden.evaluated.empty())
@@ -36,7 +35,8 @@ FoundDifference evaluations(const golden::StepTrace& golden, const std::vector<R
   return {};
 }
 
-FoundDifference losses(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies, int64_t* compared) {
+FoundDifference losses(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies,
+                       int64_t* compared) {
   for (size_t rank = 0; rank < ranks.size(); ++rank)
     if (ranks[rank].losses.size() != golden.losses.size())
       return other_rounds(rank, ranks[rank].losses.size(), golden.losses.size());
@@ -71,8 +71,8 @@ int64_t first_difference(const float* golden, const float* sharded, int64_t leng
 }
 
 // The lowest element that differs on any rank.
-FoundDifference tensor(const TensorKind& kind, const std::string& name, const at::Tensor& golden, const std::vector<HeldPiece>& pieces,
-             bool zeros_alike, int64_t* compared) {
+FoundDifference tensor(const TensorKind& kind, const std::string& name, const at::Tensor& golden,
+                       const std::vector<HeldPiece>& pieces, bool zeros_alike, int64_t* compared) {
   const at::Tensor whole = golden.contiguous();
   const float* values = whole.const_data_ptr<float>();
   const HeldPiece* worst = nullptr;
@@ -89,7 +89,8 @@ FoundDifference tensor(const TensorKind& kind, const std::string& name, const at
   return element_on(worst->rank, kind.name, name, index_of(element, whole), both<uint32_t>(values[element], sharded));
 }
 
-FoundDifference buffers(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies, int64_t* compared) {
+FoundDifference buffers(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies,
+                        int64_t* compared) {
   for (size_t rank = 0; rank < ranks.size() && !golden.buffers.empty(); ++rank)
     for (const auto& [name, expected] : golden.buffers.at(copies.data_rank(rank))) {
       const auto held = std::ranges::find(ranks[rank].buffers, name, [](const auto& item) { return item.first; });
@@ -106,7 +107,8 @@ FoundDifference buffers(const golden::StepTrace& golden, const std::vector<RankS
 
 }  // namespace
 
-FoundDifference first_difference(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies, int64_t* compared) {
+FoundDifference first_difference(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies,
+                                 int64_t* compared) {
   if (copies.buffers)
     if (auto difference = evaluations(golden, ranks, copies, compared)) return difference;
   if (auto difference = losses(golden, ranks, copies, compared)) return difference;

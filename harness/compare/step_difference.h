@@ -19,6 +19,6 @@ namespace harness {
 // element is held by more or fewer ranks than `copies` says, or when one side has a tensor or a loss that the other
 // lacks. Under tensor parallelism -0 is +0. Adds the number of values compared to `*compared`.
 FoundDifference first_difference(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies,
-                                           int64_t* compared);
+                                 int64_t* compared);
 
 }  // namespace harness

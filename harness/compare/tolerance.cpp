@@ -130,8 +130,8 @@ class Judge {
   int64_t* compared_;
 };
 
-FoundDifference scalars(Judge& judge, const golden::StepTrace& truth, const Traces& references, const std::vector<RankStep>& ranks,
-              const Copies& copies) {
+FoundDifference scalars(Judge& judge, const golden::StepTrace& truth, const Traces& references,
+                        const std::vector<RankStep>& ranks, const Copies& copies) {
   const auto of_references = [&](const auto& value_of) {
     Values values;
     for (const golden::StepTrace* trace : references) values.push_back(value_of(*trace));
@@ -174,7 +174,7 @@ at::Tensor gradient_of(const golden::StepTrace& trace, const std::string& parame
 }  // namespace
 
 FoundDifference first_beyond_tolerance(const Unsharded& unsharded, const std::vector<RankStep>& ranks, const Copies& copies,
-                             double* ratio_max, int64_t* compared) {
+                                       double* ratio_max, int64_t* compared) {
   const auto& [truth, before, references] = unsharded;
   Judge judge(copies.compute, ratio_max, compared);
   if (auto difference = scalars(judge, truth, references, ranks, copies)) return difference;

@@ -45,8 +45,8 @@ struct Unsharded {
 // The first tensor of the step that is too far off, with its worst element, or nothing. `ratio_max` grows to the largest ratio
 // of distances seen. Of each element the rank that is farthest off counts; pieces must tile every tensor as in
 // `first_difference`, and what is not finite is never near. Adds the number of values compared to `*compared`.
-FoundDifference first_beyond_tolerance(const Unsharded& unsharded, const std::vector<RankStep>& ranks,
-                                                 const Copies& copies, double* ratio_max, int64_t* compared);
+FoundDifference first_beyond_tolerance(const Unsharded& unsharded, const std::vector<RankStep>& ranks, const Copies& copies,
+                                       double* ratio_max, int64_t* compared);
 
 // The parameter of a step that float32 runs agree best on, relative to its norm: where a planted change has to be noticed.
 size_t best_known_parameter(const golden::StepTrace& truth, const std::vector<const golden::StepTrace*>& references);

@@ -23,7 +23,6 @@
 namespace harness {
 namespace {
 
-
 constexpr int64_t kJitteredRuns = 3;
 // One number of an unsharded run is near the truth by luck, and of few runs all may be. Where the sharded run is too far off,
 // and by no more than luck may be, so many runs more are asked before it is called wrong.

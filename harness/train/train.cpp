@@ -148,9 +148,8 @@ TrainStep summary(const std::vector<RankStep>& ranks, const Copies& copies, cons
 }
 
 // Between the losses of held-out microbatches and the golden run's, in every bit; of those before a request to stop.
-FoundDifference validation_difference(const golden::Trainer& golden, const std::vector<RankStep>& ranks,
-                                                const Copies& copies, const ValidationRule& rule, const TrainingData& data,
-                                                int64_t* compared) {
+FoundDifference validation_difference(const golden::Trainer& golden, const std::vector<RankStep>& ranks, const Copies& copies,
+                                      const ValidationRule& rule, const TrainingData& data, int64_t* compared) {
   for (int64_t round = 0; round < rule.rounds(); ++round)
     for (int64_t data_rank = 0; data_rank < rule.ranks(); ++data_rank) {
       const SampleRange samples = rule.samples(round, data_rank);

@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 
+#include "harness/compare/difference.h"
 #include "harness/data/training_data.h"
 #include "harness/train/train_options.h"
 #include "shardproof/comm/process/process_world.h"
@@ -18,7 +19,7 @@ struct TrainResult {
   int64_t steps = 0;                      // reported
   bool stopped = false;                   // before the last step, because somebody asked to stop
   int64_t values_compared = 0;            // 0 unless checked
-  FoundDifference difference = {};  // the first one, of the last step
+  FoundDifference difference = {};        // the first one, of the last step
 };
 
 // Throws Error for options that do not fit each other, the data, or the checkpoints that are there.
