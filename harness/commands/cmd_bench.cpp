@@ -24,6 +24,7 @@
 #include "harness/commands/commands.h"
 #include "harness/commands/json_lines.h"
 #include "harness/commands/launch_options.h"
+#include "harness/commands/process.h"
 #include "harness/run/beside_program.h"
 #include "harness/run/trace_file.h"
 #include "shardproof/algebra/mesh.h"

@@ -86,7 +86,7 @@ void plan_one(Arguments& a, const std::optional<Machine>& machine, JsonLines& ou
              {"placements_seconds", result.cost.placements}});
   report_memory("device", result.stepped, out);
   report_activations(result, out);
-  if (a.offload || dry.offload_activations) report_memory("host", result.stepped.host, out);
+  if (offloads(dry) || dry.offload_activations) report_memory("host", result.stepped.host, out);
   report_traffic(result, out);
   StepTime time;
   if (machine) {

@@ -117,6 +117,10 @@ DryTraining training_of(const DryRun& options, const std::shared_ptr<MeshComm>& 
   return {made, *made->sharded, *made->optimizer, [made, data] { return made->network.loss(data); }};
 }
 
+bool offloads(const DryRun& options) {
+  return named_in(options).offload != Offload::none;
+}
+
 bool runs_without_memory(const DryRun& options) {
   return device_of(options) == at::kMeta;
 }

@@ -36,6 +36,8 @@ DryRunResult dry_run(const DryRun& options);
 DryTraining training_of(const DryRun& options, const std::shared_ptr<shardproof::MeshComm>& comms, c10::Device device,
                         bool computes);
 
+// Whether the optimizer's memory is the host's.
+bool offloads(const DryRun& options);
 // Whether the run takes no memory: all do but those of a `conv` and those that offload the optimizer.
 bool runs_without_memory(const DryRun& options);
 
