@@ -219,11 +219,11 @@ TEST(Case, what_cannot_run_is_refused) {
   EXPECT_NO_THROW(Case::parse(another("ddp", "ddp(compute=bf16)")));
   refused(with("zero3", "hsdp"), {"hsdp", "dp_replicate"});
   refused(with("zero3", "zero3(reshard=3)"), {"reshard=3", "dp_shard x cp=4"});
-  refused(with("sgd(lr=0.1)", "muon(lr=0.1)"), {"whole=1"});
+  refused(with("sgd(lr=0.1)", "muon(lr=0.1)"), {"granularity=tensor"});
   refused(with("ordered", "canonical"), {"loss=sum or loss=tokens"});
   refused("conv(channels=1-2,kernel=2) mesh(dp_shard=1) ddp sgd(lr=1) ordered seed=1 : step", {"kernel must be odd"});
   refused(with("dp_shard=4", "dp_shard=1025"), {"1025 ranks", "at most 1024"});
-  refused(with("zero3", "zero3(alignment_bytes=100)"), {"align=100", "power of two"});
+  refused(with("zero3", "zero3(alignment_bytes=100)"), {"alignment_bytes=100", "power of two"});
   refused(with("lr=0.1", "lr=-1"), {"lr=-1"});
   refused(with("sgd(lr=0.1)", "adamw(lr=0.1,beta2=1)"), {"beta2=1"});
   refused(with("5-7-3", "5"), {"two widths"});
