@@ -1,5 +1,4 @@
-// Parts of the library, each on its own on one thread: what Google Benchmark times (parts_benchmark.cpp) and what callgrind
-// counts (parts_count.cpp).
+// Parts of the library, each on its own on one thread, whose instructions callgrind counts (parts_count.cpp).
 #pragma once
 
 #include <functional>

@@ -151,7 +151,7 @@ class Engines(unittest.TestCase):
                  "    return model\n")
         done = self.run_command("replay", "--engine", "engines:first", MLP)
         self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
-        self.assertIn("guess    only the terms of data-parallel rank 0 are there", done.stdout)
+        self.assertIn("guess    the terms of data-parallel rank 1 are missing", done.stdout)
 
     def test_replicas_of_an_engine_that_drift_apart_are_told(self):
         self.add("def apart(model, mesh):\n    for parameter in model.parameters():\n"

@@ -82,12 +82,8 @@ std::vector<Suspect> gradient_suspects(const Case& c, const golden::Run& run) {
   if (ranks > 1) {
     add_own("each rank has its own terms alone: they were not summed over ranks",
             [](int64_t own, int64_t r) { return own == r; });
-    for (int64_t r = 0; r < ranks; ++r) {
+    for (int64_t r = 0; r < ranks; ++r)
       add(fmt::format("the terms of data-parallel rank {} are missing", r), [r](int64_t, int64_t x) { return x != r; });
-      add(fmt::format("the terms of data-parallel rank {} were added twice", r),
-          [r](int64_t, int64_t x) { return x == r ? 2 : 1; });
-      add(fmt::format("only the terms of data-parallel rank {} are there", r), [r](int64_t, int64_t x) { return x == r; });
-    }
   }
   if (shards > 1 && c.replicas() > 1) {
     add_own("the sum over dp_replicate is missing", [shards](int64_t own, int64_t r) { return own / shards == r / shards; });
@@ -97,9 +93,6 @@ std::vector<Suspect> gradient_suspects(const Case& c, const golden::Run& run) {
     add(fmt::format("microbatch {} of {} is missing", k, rounds), [k](int64_t x, int64_t) { return x != k; });
     add(fmt::format("microbatch {} of {} was added twice", k, rounds), [k](int64_t x, int64_t) { return x == k ? 2 : 1; });
     add(fmt::format("only microbatch {} of {} is there", k, rounds), [k](int64_t x, int64_t) { return x == k; });
-    for (int64_t r = 0; ranks > 1 && r < ranks; ++r)
-      add(fmt::format("microbatch {} of data-parallel rank {} is missing", k, r),
-          [k, r](int64_t x, int64_t y) { return x != k || y != r; });
   }
   if (rounds > 1) {
     add("sums of earlier microbatches were added again with each later one",
@@ -135,20 +128,13 @@ std::string factor_in_words(const Case& c, const golden::Step& step, double fact
     double size;
     std::string name;
   };
-  double tokens = 0;
-  for (const auto& round : step.microbatches)
-    for (const golden::Microbatch& m : round) tokens += static_cast<double>(m.target.numel());
   const std::vector<Known> all = {{static_cast<double>(c.data_ranks()), "the number of data-parallel ranks"},
                                   {static_cast<double>(c.shards()), "the number of ranks along dp_shard"},
                                   {static_cast<double>(c.replicas()), "the number of ranks along dp_replicate"},
-                                  {static_cast<double>(step.microbatches.size()), "the number of microbatches"},
-                                  {static_cast<double>(c.tensor_ranks()), "the number of ranks along tp"},
                                   {static_cast<double>(c.context_ranks()), "the number of ranks along cp"},
                                   {static_cast<double>(c.mesh.size()), "the number of all ranks"},
                                   {step.divide * step.divide_before, "the divisor of the gradients"},
-                                  {static_cast<double>(c.options.loss_scale), "the loss scale"},
-                                  {c.mode == Mode::canonical ? 0x1p44 : 0, "the unit of sums in fixed point"},
-                                  {tokens, "the number of elements of all targets"}};
+                                  {c.mode == Mode::canonical ? 0x1p44 : 0, "the unit of sums in fixed point"}};
   std::vector<std::string> names;
   double size = 0;
   for (const Known& known : all)

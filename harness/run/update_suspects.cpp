@@ -33,23 +33,6 @@ class Mistakes {
   std::vector<Mistake> all_;
 };
 
-void add_rules(Mistakes& mistakes, const golden::Optimizer& o) {
-  if (o.weight_decay > 0) {
-    if (o.kind == Kind::adamw)
-      mistakes.add("weight decay was added to the gradient, as Adam does, and not to the parameter",
-                   [](golden::Run& run) { run.optimizer.kind = Kind::adam; });
-    if (o.kind == Kind::adam)
-      mistakes.add("weight decay was added to the parameter, as AdamW does, and not to the gradient",
-                   [](golden::Run& run) { run.optimizer.kind = Kind::adamw; });
-    mistakes.add("there was no weight decay", [](golden::Run& run) { run.optimizer.weight_decay = 0; });
-  }
-  if (o.kind == Kind::sgd && o.momentum > 0)
-    mistakes.add(o.nesterov ? "momentum is not Nesterov's" : "momentum is Nesterov's",
-                 [](golden::Run& run) { run.optimizer.nesterov = !run.optimizer.nesterov; });
-  if (o.kind != Kind::sgd && o.beta1 != o.beta2)
-    mistakes.add("the two betas changed places", [](golden::Run& run) { std::swap(run.optimizer.beta1, run.optimizer.beta2); });
-}
-
 void add_groups(Mistakes& mistakes, const golden::Optimizer& o) {
   if (o.groups.empty()) return;
   mistakes.add("the last group that takes a parameter decides its learning rate and decay, and not the first",
@@ -101,7 +84,9 @@ std::vector<Suspect> update_suspects(const golden::Run& run, size_t step, const 
   golden::Run until = run;
   until.steps.resize(step + 1);
   Mistakes mistakes(until);
-  add_rules(mistakes, run.optimizer);
+  if (run.optimizer.kind == Kind::adamw && run.optimizer.weight_decay > 0)
+    mistakes.add("weight decay was added to the gradient, as Adam does, and not to the parameter",
+                 [](golden::Run& adam) { adam.optimizer.kind = Kind::adam; });
   add_groups(mistakes, run.optimizer);
   add_rates(mistakes, run.steps);
   std::vector<Suspect> suspects;

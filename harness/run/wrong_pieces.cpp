@@ -86,28 +86,6 @@ std::optional<double> factor_between(const WrongPieces& wrong, const Values& val
   return fits && std::abs(factor - 1) > wrong.tolerance ? std::optional(factor) : std::nullopt;
 }
 
-// A shift of all wrong pieces along their tensors by one number of elements.
-std::optional<int64_t> shift_of(const WrongPieces& wrong) {
-  // Fewer than a piece has: beyond, it is another rank's.
-  int64_t most = 64;
-  for (const WrongPiece& piece : wrong.pieces) most = std::min(most, piece.run.size() - 1);
-  for (int64_t elements = 1; elements <= most; ++elements)
-    for (const int64_t shift : {elements, -elements}) {
-      int64_t compared = 0;
-      const bool fits = std::ranges::all_of(wrong.pieces, [&](const WrongPiece& piece) {
-        const at::Tensor& whole = wrong.wanted[piece.tensor];
-        const int64_t begin = std::max(piece.run.begin, -shift), end = std::min(piece.run.end, whole.numel() - shift);
-        if (end - begin < 1) return true;
-        const at::Tensor wanted = whole.narrow(0, begin + shift, end - begin);
-        compared += end - begin;
-        return norm_of(piece.values.narrow(0, begin - piece.run.begin, end - begin) - wanted) <=
-               wrong.tolerance * norm_of(wanted);
-      });
-      if (fits && compared >= 3) return shift;
-    }
-  return {};
-}
-
 namespace {
 
 // What a rank holds of the same run of a tensor; null where that is right, or it holds none.
@@ -163,50 +141,6 @@ std::string factors_by_rank(const WrongPieces& wrong) {
   if (elements < 2 * std::ssize(factors) + 2 || near(least, most)) return "";
   return fmt::format("each rank has them another number of times: {}. The ranks multiply or divide by numbers of their own",
                      fmt::join(texts, ", "));
-}
-
-std::string fitted_terms(const WrongPieces& wrong, const std::vector<std::vector<Values>>& terms) {
-  std::vector<at::Tensor> held, columns;
-  for (const WrongPiece& piece : wrong.pieces) held.push_back(piece.values);
-  for (const auto& round : terms)
-    for (const Values& term : round) {
-      std::vector<at::Tensor> column;
-      for (const WrongPiece& piece : wrong.pieces) column.push_back(wrong.of(term, piece));
-      columns.push_back(at::cat(column));
-    }
-  const at::Tensor matrix = at::stack(columns, 1), values = at::cat(held);
-  // Fewer equations fit by chance.
-  if (values.numel() < 2 * std::ssize(columns) + 2 || !at::isfinite(values).all().item<bool>()) return "";
-  const at::Tensor counts = std::get<0>(at::linalg_lstsq(matrix, values.unsqueeze(1), {}, "gelsd")).view({-1});
-  if (!(norm_of(at::mv(matrix, counts) - values) <= wrong.tolerance * norm_of(values))) return "";
-  std::vector<std::string> others;
-  const auto ranks = std::ssize(terms.front());
-  for (int64_t i = 0; i < counts.numel(); ++i)
-    if (const double count = counts[i].item<double>(); !near(count, 1))
-      others.push_back(fmt::format("microbatch {} of data-parallel rank {} counts {:.4g} times", i / ranks, i % ranks, count));
-  return fmt::format("{}", fmt::join(others, ", "));
-}
-
-// Whether every wrong piece holds what belongs elsewhere: another interval that some rank holds, or another tensor.
-std::string belongs_elsewhere(const WrongPieces& wrong) {
-  std::string text;
-  for (const WrongPiece& piece : wrong.pieces) {
-    std::string found;
-    for (size_t tensor = 0; tensor < wrong.wanted.size() && found.empty(); ++tensor) {
-      const at::Tensor& whole = wrong.wanted[tensor];
-      const int64_t length = piece.run.size();
-      for (int64_t begin = 0; begin + length <= whole.numel() && found.empty(); begin += length) {
-        const at::Tensor wanted = whole.narrow(0, begin, length);
-        if (length < 2 || norm_of(wanted) == 0 || norm_of(piece.values - wanted) > wrong.tolerance * norm_of(wanted)) continue;
-        found =
-            fmt::format("rank {} has elements [{}, {}) of {} where [{}, {}) of {} belong", piece.rank, begin, begin + length,
-                        wrong.golden[tensor].first, piece.run.begin, piece.run.end, wrong.golden[piece.tensor].first);
-      }
-    }
-    if (found.empty()) return "";
-    if (text.empty()) text = found;
-  }
-  return text;
 }
 
 }  // namespace harness

@@ -50,16 +50,8 @@ std::string in_words(const WrongPieces& wrong, int64_t world);
 
 // The one factor between what is held and `values`, unless it is 1; nothing when there is none.
 std::optional<double> factor_between(const WrongPieces& wrong, const Values& values);
-// The shift of all pieces along their tensors by one number of elements.
-std::optional<int64_t> shift_of(const WrongPieces& wrong);
 // In words, where what ranks along one axis hold adds up to what each of them should have; else "".
 std::string parts_of_a_sum(const WrongPieces& wrong, const shardproof::Mesh& mesh);
 // In words, where each rank has a factor of its own between what it holds and what it should; else "".
 std::string factors_by_rank(const WrongPieces& wrong);
-// In words, how often each microbatch counts, where one number for each explains what is held; else "". `terms` are the
-// gradients of each microbatch by itself, [round][data-parallel rank].
-std::string fitted_terms(const WrongPieces& wrong, const std::vector<std::vector<Values>>& terms);
-// In words, where every wrong piece holds what belongs elsewhere: to other elements, or to another tensor; else "".
-std::string belongs_elsewhere(const WrongPieces& wrong);
-
 }  // namespace harness

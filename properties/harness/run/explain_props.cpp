@@ -64,14 +64,10 @@ TEST(Explain, names_the_tensors_and_the_ranks) {
   EXPECT_NE(found.where.find("on rank 2 of 4"), std::string::npos) << found.where;
 }
 
-TEST(Explain, finds_a_term_that_is_missing_doubled_or_alone) {
+TEST(Explain, finds_a_term_that_is_missing_or_alone) {
   expect_guess("the terms of data-parallel rank 2 are missing", as_if([](size_t, size_t rank) { return rank == 2 ? 0 : 1; }));
-  expect_guess("the terms of data-parallel rank 1 were added twice",
-               as_if([](size_t, size_t rank) { return rank == 1 ? 2 : 1; }));
   expect_guess("microbatch 0 of 3 is missing", as_if([](size_t round, size_t) { return round == 0 ? 0 : 1; }));
   expect_guess("only microbatch 2 of 3 is there", as_if([](size_t round, size_t) { return round == 2 ? 1 : 0; }));
-  expect_guess("microbatch 1 of data-parallel rank 3 is missing",
-               as_if([](size_t round, size_t rank) { return round == 1 && rank == 3 ? 0 : 1; }));
 }
 
 TEST(Explain, names_a_wrong_divisor_by_what_has_its_size) {
@@ -82,41 +78,7 @@ TEST(Explain, names_a_wrong_divisor_by_what_has_its_size) {
   };
   expect_guess("the number of ranks along dp_shard", times(4));
   expect_guess("1/4, the number of", times(0.25));
-  expect_guess("the number of microbatches", times(3));
-  expect_guess("7 times", times(7));
   expect_guess("nothing has arrived", times(0));
-}
-
-TEST(Explain, tells_gradients_of_the_step_before_from_those_that_were_not_zeroed) {
-  const auto of_before = [](double own) {
-    return [own](Steps& steps) {
-      for (size_t rank = 0; rank < steps[1].size(); ++rank)
-        for (size_t i = 0; i < steps[1][rank].gradients.size(); ++i)
-          steps[1][rank].gradients[i].data = steps[0][rank].gradients[i].data + own * steps[1][rank].gradients[i].data;
-    };
-  };
-  expect_guess("they are those of the step before", of_before(0));
-  expect_guess("they were not zeroed", of_before(1));
-}
-
-TEST(Explain, finds_a_shift_and_what_belongs_to_another_rank) {
-  expect_guess("shifted by 1 element", [](Steps& steps) {
-    golden::Run run = make_run(Case::parse(kCase));
-    const golden::Trace trace = golden::train(run);
-    for (RankStep& rank : steps[0])
-      for (shardproof::Piece& piece : rank.gradients)
-        for (const auto& [name, gradient] : trace[0].gradients)
-          if (name == piece.name)
-            piece.data = gradient.contiguous().view({-1}).roll(-1).narrow(0, piece.run.begin, piece.run.size()).clone();
-  });
-  expect_guess(
-      "rank 0 has elements",
-      [](Steps& steps) {
-        for (shardproof::Piece& own : steps[0][0].gradients)
-          for (const shardproof::Piece& other : steps[0][1].gradients)
-            if (own.name == other.name && own.run.size() == other.run.size()) own.data = other.data.clone();
-      },
-      "mlp(widths=16-16,bias=0) mesh(dp_shard=4) zero2(units=leaf,loss=sum) sgd(lr=0.1) ordered seed=3 : step");
 }
 
 TEST(Explain, tells_a_parameter_that_was_not_updated_from_one_that_moved_too_far) {
@@ -150,17 +112,14 @@ TEST(Explain, tells_a_rounding_from_a_mistake) {
   });
 }
 
-TEST(Explain, says_where_the_norm_has_too_much_or_too_little) {
+TEST(Explain, says_where_the_norm_has_too_much) {
   const char* const alone = "mlp(widths=5-7-3) mesh() zero3(loss=sum) sgd(lr=0.1) ordered seed=3 : step";
-  const auto with_part = [&](double times) {
-    return [=](Steps& steps) {
-      const golden::StepTrace step = golden::train(make_run(Case::parse(alone)))[0];
-      const double part = step.gradients[1].second.to(at::kDouble).square().sum().item<double>();
-      steps[0][0].gradient_norm = std::sqrt(step.gradient_norm * step.gradient_norm + times * part);
-    };
+  const auto with_a_part_twice = [&](Steps& steps) {
+    const golden::StepTrace step = golden::train(make_run(Case::parse(alone)))[0];
+    const double part = step.gradients[1].second.to(at::kDouble).square().sum().item<double>();
+    steps[0][0].gradient_norm = std::sqrt(step.gradient_norm * step.gradient_norm + part);
   };
-  expect_guess("layers.0.bias counts twice", with_part(1), alone);
-  expect_guess("layers.0.bias does not count", with_part(-1), alone);
+  expect_guess("layers.0.bias counts twice", with_a_part_twice, alone);
   expect_guess("the norm of each rank's own part", [](Steps& steps) {
     double own = 0;
     for (const shardproof::Piece& piece : steps[0][0].gradients)
@@ -204,32 +163,11 @@ TEST(Explain, knows_weight_decay_in_the_state_and_what_should_be_zero) {
       unused);
 }
 
-TEST(Explain, names_the_loss_of_another_rank) {
-  expect_guess("it is that of data-parallel rank 3", [](Steps& steps) { steps[0][1].losses = steps[0][3].losses; });
-}
-
-TEST(Explain, finds_gradients_that_were_not_clipped) {
-  const char* const text = "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum) sgd(lr=0.1,clip=0.03125) ordered seed=3 : step";
-  expect_guess(
-      "they were not clipped",
-      [&](Steps& steps) {
-        golden::Run run = make_run(Case::parse(text));
-        const double norm = golden::train(run)[0].gradient_norm;
-        for (size_t rank = 0; rank < 2; ++rank) change(steps, 0, rank, [&](at::Tensor& g) { g = g * (norm / 0.03125); });
-      },
-      text);
-}
-
-TEST(Explain, finds_numbers_of_each_rank_of_each_microbatch_and_parts_of_a_sum) {
+TEST(Explain, finds_numbers_of_each_rank_and_parts_of_a_sum) {
   expect_guess("each rank has them another number of times: 1.5 on rank 0, 2.5 on rank 1", [](Steps& steps) {
     for (size_t rank = 0; rank < 4; ++rank)
       change(steps, 0, rank, [&](at::Tensor& g) { g = g * (1.5 + static_cast<double>(rank)); });
   });
-  expect_guess("microbatch 1 of data-parallel rank 2 counts 0.3 times, microbatch 2 of data-parallel rank 0 counts 1.75 times",
-               as_if([](size_t round, size_t rank) {
-                 if (round == 1 && rank == 2) return 0.3;
-                 return round == 2 && rank == 0 ? 1.75 : 1.0;
-               }));
   expect_guess(
       "each rank along dp_replicate has a part of the sum: they were not summed over dp_replicate",
       [](Steps& steps) {

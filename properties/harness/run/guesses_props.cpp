@@ -73,14 +73,6 @@ TEST(Guesses, name_another_rule_of_the_optimizer) {
   using Kind = golden::Optimizer::Kind;
   expect_guess("weight decay was added to the gradient, as Adam does", adamw,
                trained_as(adamw, [](golden::Run& run) { run.optimizer.kind = Kind::adam; }));
-  expect_guess("there was no weight decay", adamw, trained_as(adamw, [](golden::Run& run) { run.optimizer.weight_decay = 0; }));
-  expect_guess("the two betas changed places", adamw,
-               trained_as(adamw, [](golden::Run& run) { std::swap(run.optimizer.beta1, run.optimizer.beta2); }));
-  const char* const adam = "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum) adam(lr=0.01,decay=0.1) ordered seed=3 : step";
-  expect_guess("weight decay was added to the parameter, as AdamW does", adam,
-               trained_as(adam, [](golden::Run& run) { run.optimizer.kind = Kind::adamw; }));
-  const char* const sgd = "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum) sgd(lr=0.1,momentum=0.9) ordered seed=3 : step*2";
-  expect_guess("momentum is Nesterov's", sgd, trained_as(sgd, [](golden::Run& run) { run.optimizer.nesterov = true; }));
 }
 
 TEST(Guesses, name_factors_that_belong_to_another_group) {
@@ -127,16 +119,6 @@ TEST(Guesses, name_averages_of_frozen_parameters_and_a_sum_in_the_place_of_a_mea
           if (slot == "ema" && std::ranges::count(run.steps[1].frozen, averages[i].name))
             averages[i].data = averages[i].data * 0.9 + rank.parameters[i].data * 0.1;
   });
-  const char* const averaged = "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum,ema=90) sgd(lr=0.1) ordered seed=3 : step*2";
-  expect_guess("the decay of the average counts for the new parameters", averaged, [](Steps& steps) {
-    for (size_t rank = 0; rank < steps[1].size(); ++rank)
-      for (auto& [slot, averages] : steps[1][rank].state)
-        for (size_t i = 0; slot == "ema" && i < averages.size(); ++i) {
-          const auto before =
-              std::ranges::find_if(steps[0][rank].state, [&slot = slot](const auto& item) { return item.first == slot; });
-          averages[i].data = before->second[i].data * 0.1 + steps[1][rank].parameters[i].data * 0.9;
-        }
-  });
   const char* const muon = "mlp(widths=5-7-3,bias=0) mesh() zero3(loss=sum) muon(lr=0.01,momentum=0.75) ordered seed=3 : step";
   expect_guess("4 times what they should be: 1 / (1 - momentum)", muon, [](Steps& steps) {
     for (auto& [name, pieces] : steps[0][0].state)
@@ -170,8 +152,6 @@ TEST(Guesses, do_not_take_the_whole_norm_for_one_of_a_part) {
   });
   EXPECT_EQ(explain(Case::parse(whole), off).guess.find("own part"), std::string::npos)
       << explain(Case::parse(whole), off).guess;
-  for (const double norm : {std::nan(""), HUGE_VAL})
-    expect_guess("it is NaN or infinite", whole, [=](Steps& steps) { steps[0][1].gradient_norm = norm; });
   // Gradients are told after clipping, which halves them and more.
   const char* const clips =
       "mlp(widths=5-7-3) mesh(dp_shard=4) zero2(units=leaf,loss=sum) sgd(lr=0.1,clip=0.125) ordered seed=3 : step";
@@ -201,7 +181,6 @@ TEST(Guesses, tell_a_norm_of_which_a_rank_knows_its_part_of_some_parameters_alon
 }
 
 TEST(Guesses, say_what_is_wrong_with_a_loss_scale) {
-  // The golden run uses 8, 8 and 16.
   const char* const good =
       "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum,reduce=fp16,scale=8,scale_min=2) sgd(lr=0.1) ordered seed=3 : step*3";
   const auto scaled = [](size_t step, double factor) {
@@ -210,20 +189,6 @@ TEST(Guesses, say_what_is_wrong_with_a_loss_scale) {
     };
   };
   expect_guess("it fell below its least value", good, scaled(1, 0.125));
-  expect_guess("it was doubled too early", good, scaled(1, 2));
-  expect_guess("it was halved without a skipped step", good, scaled(1, 0.5));
-  expect_guess("it was not doubled when it was due", good, scaled(2, 0.5));
-  expect_guess("a rank found a sum of gradients that is not finite", good, [](Steps& steps) {
-    for (RankStep& rank : steps[1]) rank.skipped = true;
-  });
-  // Here it skips the first step, and goes on with half the scale.
-  const char* const skips =
-      "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum,reduce=fp16,scale=10000000) sgd(lr=0.1) ordered "
-      "seed=3 : step*3";
-  expect_guess("nobody found that a sum of gradients is not finite", skips, [](Steps& steps) {
-    for (RankStep& rank : steps[0]) rank.skipped = false;
-  });
-  expect_guess("it was not halved after the skipped step", skips, scaled(1, 2));
   const char* const loads =
       "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum,reduce=fp16,scale=8) sgd(lr=0.1) ordered seed=3 : "
       "step*2 save load@mesh(dp_shard=2) step";

@@ -92,40 +92,7 @@ __attribute__((target("pclmul,sse4.1"))) uint32_t by_products(uint32_t crc, cons
   return by_table(0, rest, sizeof rest);
 }
 
-#  define SHARDPROOF_WIDE __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.1")))
-
-SHARDPROOF_WIDE inline __m512i fold_wide(__m512i value, __m512i constants, __m512i next) {
-  const __m512i low = _mm512_clmulepi64_epi128(value, constants, 0x00);
-  const __m512i high = _mm512_clmulepi64_epi128(value, constants, 0x11);
-  return _mm512_ternarylogic_epi64(low, high, next, 0x96);  // the sum of the three
-}
-
-// The same with four lanes in each of four registers, 256 bytes a round: three times as fast where data lie in the cache. A
-// multiple of 64 bytes, at least 256.
-SHARDPROOF_WIDE uint32_t by_wide_products(uint32_t crc, const unsigned char* data, size_t bytes) {
-  constexpr int64_t high_256 = fold_constant(2048 - 32), low_256 = fold_constant(2048 + 32);
-  constexpr int64_t high_64 = fold_constant(512 - 32), low_64 = fold_constant(512 + 32);
-  const __m512i by_256 = _mm512_set_epi64(high_256, low_256, high_256, low_256, high_256, low_256, high_256, low_256);
-  const __m512i by_64 = _mm512_set_epi64(high_64, low_64, high_64, low_64, high_64, low_64, high_64, low_64);
-  const __m512i start = _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(crc)));
-  __m512i a = _mm512_xor_si512(_mm512_loadu_si512(data), start), b = _mm512_loadu_si512(data + 64),
-          c = _mm512_loadu_si512(data + 128), d = _mm512_loadu_si512(data + 192);
-  for (data += 256, bytes -= 256; bytes >= 256; data += 256, bytes -= 256) {
-    a = fold_wide(a, by_256, _mm512_loadu_si512(data));
-    b = fold_wide(b, by_256, _mm512_loadu_si512(data + 64));
-    c = fold_wide(c, by_256, _mm512_loadu_si512(data + 128));
-    d = fold_wide(d, by_256, _mm512_loadu_si512(data + 192));
-  }
-  a = fold_wide(fold_wide(fold_wide(a, by_64, b), by_64, c), by_64, d);
-  for (; bytes > 0; data += 64, bytes -= 64) a = fold_wide(a, by_64, _mm512_loadu_si512(data));
-  unsigned char rest[64];
-  _mm512_storeu_si512(rest, a);
-  return by_products(0, rest, sizeof rest);
-}
-#  undef SHARDPROOF_WIDE
-
 const bool kHasProducts = __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
-const bool kHasWideProducts = kHasProducts && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");
 #endif
 
 }  // namespace
@@ -136,7 +103,7 @@ uint32_t crc32(uint32_t crc, const void* data, size_t bytes) {
 #if defined(__x86_64__)
   if (kHasProducts && bytes >= 128) {
     const size_t most = bytes / 64 * 64;
-    crc = kHasWideProducts && most >= 256 ? by_wide_products(crc, from, most) : by_products(crc, from, most);
+    crc = by_products(crc, from, most);
     from += most;
     bytes -= most;
   }
