@@ -8,7 +8,7 @@
 #include "harness/commands/checkpoint_source.h"
 #include "harness/commands/json_lines.h"
 #include "harness/commands/shown_reads.h"
-#include "harness/plan/plot.h"
+#include "harness/plan/timeline.h"
 #include "harness/train/train_progress.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/checksums.h"

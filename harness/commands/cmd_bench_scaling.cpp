@@ -14,8 +14,8 @@
 #include "harness/commands/json_lines.h"
 #include "harness/plan/dry_run.h"
 #include "harness/plan/metadata_cost.h"
-#include "harness/plan/plot.h"
 #include "harness/plan/stopwatch.h"
+#include "harness/plan/timeline.h"
 #include "shardproof/algebra/plan.h"
 #include "shardproof/base/check.h"
 

@@ -14,9 +14,7 @@
 #include "harness/commands/progress.h"
 #include "harness/commands/usage.h"
 #include "harness/plan/calibrate.h"
-#include "harness/plan/draw.h"
 #include "harness/plan/hugging_face_config.h"
-#include "harness/plan/plot.h"
 #include "harness/train/train_progress.h"
 #include "shardproof/base/check.h"
 
@@ -28,7 +26,7 @@ constexpr double kShownAfter = 2;  // seconds
 
 struct Arguments {
   std::string model = "gpt(layers=12,hidden=768,heads=12,vocab=50257,positions=1024,tied=1)", mesh = "dp_shard=8";
-  std::string strategy = "zero3", machine, json, calibrate, plot, draw;
+  std::string strategy = "zero3", machine, json, calibrate;
   bool sequence_parallel = false, lists = false, pieces = false, searches = false;
   int64_t ranks = 8, overlap_pieces = 1;
   uint64_t memory_max = 0;
@@ -42,10 +40,6 @@ golden::Model chosen_model(const std::string& text) {
   if (fs::is_directory(text, is_no_path)) return model_of_config(text + "/config.json");
   if (text.ends_with(".json")) return model_of_config(text);
   return parse_model(text);
-}
-
-std::string title_of(const DryRun& run) {
-  return fmt::format("{} on {}, rank {}", run.what.strategy, run.what.mesh.str(), run.rank);
 }
 
 void find_meshes(const Arguments& a, const Machine& machine, JsonLines& out) {
@@ -88,14 +82,8 @@ void plan_one(Arguments& a, const std::optional<Machine>& machine, JsonLines& ou
   report_activations(result, out);
   if (offloads(dry) || dry.offload_activations) report_memory("host", result.stepped.host, out);
   report_traffic(result, out);
-  StepTime time;
-  if (machine) {
-    time = walk(result.record, *machine);
-    report_time(dry, result, time, *machine, out);
-  }
+  if (machine) report_time(dry, result, walk(result.record, *machine), *machine, out);
   if (a.pieces) report_pieces(result, out);
-  if (!a.draw.empty()) draw_layouts(result.placements, title_of(dry)).write(a.draw);
-  if (!a.plot.empty()) plot_step(result, time, machine ? machine->memory_bytes : 0, title_of(dry)).write(a.plot);
 }
 
 void run(Arguments& a) {
@@ -109,8 +97,6 @@ void run(Arguments& a) {
     fmt::print("wrote {}; `plan --machine {}` reads it\n", a.calibrate, a.calibrate);
     return;
   }
-  SHARD_REQUIRE(a.plot.empty() || !a.machine.empty(), "plan",
-                "--plot draws the time of a step, for which it needs --machine, e.g. --machine h100");
   std::optional<Machine> machine;
   if (a.searches && a.machine.empty()) a.machine = "h100";
   if (!a.machine.empty()) machine = chosen_machine(a.machine);
@@ -123,8 +109,8 @@ void run(Arguments& a) {
   dry.what.options.overlap_pieces = a.overlap_pieces;
   const bool is_conv = dry.what.model.kind == golden::Model::Kind::conv;
   SHARD_REQUIRE(!machine || runs_without_memory(dry), "plan",
-                "--machine, --search and --plot need the operators and the memory of a step, which are not known for {}; leave "
-                "these options out, or {}",
+                "--machine and --search need the operators and the memory of a step, which are not known for {}; leave these "
+                "options out, or {}",
                 is_conv ? "a conv" : "offload", is_conv ? "take another model" : "leave offload out");
   JsonLines out(a.json);
   if (a.searches)
@@ -142,8 +128,6 @@ void add_options_of_time(CLI::App* command, Arguments* a) {
   command->add_option("--ranks", a->ranks, "how many ranks --search deals out")->capture_default_str();
   command->add_option("--memory-max", a->memory_max, "the memory of a rank for --search, e.g. 40GiB; else the machine's")
       ->transform(CLI::AsSizeValue(false));
-  command->add_option("--plot", a->plot, "draw memory and the course of the step into this SVG file; needs --machine");
-  command->add_option("--draw", a->draw, "draw which rank holds which elements into this SVG file");
 }
 
 }  // namespace

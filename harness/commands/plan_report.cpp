@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
-#include "harness/plan/plot.h"
 #include "harness/train/train_progress.h"
 
 namespace harness {

@@ -40,7 +40,7 @@ const std::map<std::string, std::string> kExamples = {
     {"plan",
      "  shardproof plan --mesh dp_replicate=4,dp_shard=64 --strategy hsdp\n"
      "  shardproof plan --model 'llama(layers=2,hidden=64,heads=4,vocab=256,positions=64)' --mesh dp_shard=2,tp=2 --pieces\n"
-     "  shardproof plan --model config.json --length 4096 --mesh dp_shard=64,tp=8 --dtype bf16 --machine h100 --plot step.svg\n"
+     "  shardproof plan --model config.json --length 4096 --mesh dp_shard=64,tp=8 --dtype bf16 --machine h100\n"
      "  shardproof plan --model config.json --length 4096 --search --ranks 512 --dtype bf16 --memory-max 80GiB"},
     {"bench", "  shardproof bench --against ddp,fsdp2                         beside PyTorch's, in rounds"},
     {"checkpoint",

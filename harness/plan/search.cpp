@@ -58,7 +58,6 @@ SearchResult search(const DryRun& what, const SearchLimits& limits, const Machin
     try {
       const DryRunResult dry = dry_run(run);
       Found found{.choice = choices[i], .peak_bytes = dry.peak_bytes, .time = walk(dry.record, machine)};
-      found.time.bars.clear();
       found.tokens_per_second = static_cast<double>(tokens_of_step(run)) / found.time.seconds;
       found.fits = static_cast<double>(found.peak_bytes) <= limits.memory_max;
       result.found.push_back(std::move(found));

@@ -2,10 +2,7 @@
 
 #include <fmt/format.h>
 
-#include <fstream>
-
 #include "harness/plan/xml.h"
-#include "shardproof/base/check.h"
 
 namespace harness {
 namespace {
@@ -16,9 +13,9 @@ std::string title_of(const std::string& about) {
 
 }  // namespace
 
-void Svg::rectangle(double x, double y, double width, double height, const std::string& fill, const std::string& about) {
-  body_ += fmt::format("<rect x=\"{:.2f}\" y=\"{:.2f}\" width=\"{:.2f}\" height=\"{:.2f}\" fill=\"{}\">{}</rect>\n", x, y,
-                       width, height, fill, title_of(about));
+void Svg::rectangle(double x, double y, double width, double height, const std::string& fill) {
+  body_ += fmt::format("<rect x=\"{:.2f}\" y=\"{:.2f}\" width=\"{:.2f}\" height=\"{:.2f}\" fill=\"{}\"/>\n", x, y, width,
+                       height, fill);
 }
 
 void Svg::frame(double x, double y, double width, double height, const std::string& color) {
@@ -46,13 +43,6 @@ std::string Svg::str() const {
       "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0:g}\" height=\"{1:g}\" viewBox=\"0 0 {0:g} {1:g}\" "
       "font-family=\"sans-serif\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n{2}</svg>\n",
       width_, height_, body_);
-}
-
-void Svg::write(const std::string& path) const {
-  std::ofstream file(path);
-  file << str();
-  file.close();
-  SHARD_REQUIRE(file.good(), "plan", "cannot write the picture {}", path);
 }
 
 }  // namespace harness

@@ -9,20 +9,17 @@ class Svg {
  public:
   Svg(double width, double height) : width_(width), height_(height) {}
 
-  // `about` appears where the pointer rests on it; "" says nothing.
-  void rectangle(double x, double y, double width, double height, const std::string& fill, const std::string& about = "");
+  void rectangle(double x, double y, double width, double height, const std::string& fill);
   // A frame of one pixel.
   void frame(double x, double y, double width, double height, const std::string& color);
   // `dashes`: lengths of dashes and gaps, as in stroke-dasharray; "" draws a whole line.
   void line(double x, double y, double to_x, double to_y, const std::string& color, const std::string& dashes = "");
-  // A filled circle around that point.
+  // A filled circle around that point. `about` appears where the pointer rests on it; "" says nothing.
   void dot(double x, double y, const std::string& color, const std::string& about = "");
   // `anchor`: start, middle or end, of the words at x.
   void words(double x, double y, const std::string& text, double size = 11, const char* anchor = "start");
 
   std::string str() const;
-  // Throws Error when the file cannot be written.
-  void write(const std::string& path) const;
 
  private:
   double width_, height_;

@@ -1,5 +1,7 @@
 #include "harness/plan/timeline.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -90,7 +92,6 @@ StepTime walk(const StepRecord& record, const Machine& machine) {
     time.communicating_by_group[record.groups[what.group].name] += seconds;
     ends[index] = free = begin + seconds;
     is_carried[index] = true;
-    time.bars.push_back({begin, ends[index], record.groups[what.group].name});
   };
   const auto wait_until = [&](double end) {
     time.waiting += std::max(0.0, end - now);
@@ -101,7 +102,6 @@ StepTime walk(const StepRecord& record, const Machine& machine) {
       case StepEvent::Kind::compute: {
         const double seconds = operator_seconds(record.operators[event.index], machine, ranks_on_host);
         time.computing += seconds;
-        time.bars.push_back({now, now + seconds, "compute"});
         now += seconds;
         break;
       }
@@ -131,6 +131,13 @@ double efficiency_of(const StepRecord& record, Machine machine, double seconds) 
     (walk(record, machine).seconds > seconds ? low : high) = machine.efficiency;
   }
   return high;
+}
+
+std::string seconds_text(double seconds) {
+  if (seconds >= 100) return fmt::format("{:.0f} s", seconds);
+  if (seconds >= 1) return fmt::format("{:.2f} s", seconds);
+  if (seconds >= 1e-3) return fmt::format("{:.2f} ms", seconds * 1e3);
+  return fmt::format("{:.2f} us", seconds * 1e6);
 }
 
 }  // namespace harness

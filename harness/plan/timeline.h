@@ -28,24 +28,20 @@ Spread spread_of(const RankGroup& group, const Machine& machine);
 // further rank of a host; between hosts there are as many as the logarithm of their number, as in a tree.
 double collective_seconds(const Collective& what, const Spread& spread, const Machine& machine);
 
-// The bars of a picture: what ran when.
-struct TimelineBar {
-  double begin = 0, end = 0;
-  std::string what;  // "compute", or the name of the collective's group
-};
-
 struct StepTime {
   double seconds = 0;
   double computing = 0;      // the sum over operators
   double communicating = 0;  // the sum over collectives
   double waiting = 0;        // of the rank, for collectives; computing + waiting is all
   std::map<std::string, double> communicating_by_group;
-  std::vector<TimelineBar> bars;
 };
 
 StepTime walk(const StepRecord& record, const Machine& machine);
 
 // The machine's efficiency of matrix products with which the step takes so many seconds: between 0.05 and 1.
 double efficiency_of(const StepRecord& record, Machine machine, double seconds);
+
+// 0.00123 as "1.23 ms".
+std::string seconds_text(double seconds);
 
 }  // namespace harness

@@ -108,7 +108,7 @@ std::vector<NamedOption> all_options() {
           "The summed gradient is divided by this. 0: by the number of ranks, which averages the ranks' losses."),
       Row("divide", &O::divide, "Where the division happens.").words({"after", "before", "split", "in_collective"}),
       Row("divide_by_tokens", &O::divide_by_tokens,
-          "Divide by the tokens that all ranks reported with `Sharded.add_tokens` instead. For losses that are sums."),
+          "Divide by the tokens that all ranks reported with add_tokens instead. For losses that are sums."),
       Row("reduce_replicas_every_microbatch", &O::reduce_replicas_every_microbatch,
           "Sum over dp_replicate after every microbatch instead of once after the last.")
           .drawn({1}),

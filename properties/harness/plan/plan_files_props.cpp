@@ -1,15 +1,12 @@
-// What plan reads and draws: machines, models of others, meshes to choose among, pictures.
+// What plan reads: machines, models of others, meshes to choose among.
 #include <gtest/gtest.h>
 
 #include <fstream>
-#include <numeric>
 #include <regex>
 #include <set>
 
 #include "harness/commands/choices.h"
-#include "harness/plan/draw.h"
 #include "harness/plan/hugging_face_config.h"
-#include "harness/plan/plot.h"
 #include "harness/plan/search.h"
 #include "properties/kit/expect_error.h"
 #include "properties/kit/harness_env.h"
@@ -168,39 +165,4 @@ TEST(PlanSearch, those_that_fit_come_first_and_the_fastest_of_them_before_the_ot
   // Four heads leave none for some of eight ranks along tp.
   ASSERT_EQ(result.refused.size(), 1U);
   EXPECT_NE(result.refused.front().find("4 heads"), std::string::npos);
-}
-
-TEST(PlanPictures, of_layouts_show_every_element_with_the_ranks_that_hold_it) {
-  const DryRun run = small("dp_shard=2,tp=2");
-  const auto placements = dry_run(run).placements;
-  const std::string svg = draw_layouts(placements, "title <1>").str();
-  EXPECT_NE(svg.find("title &lt;1&gt;"), std::string::npos);
-  // The bias of the first projection has 48 elements, and each is on one rank.
-  const std::regex about("rank ([0-9]+): ([0-9]+) of 48 elements, ([^<]*)<");
-  std::map<std::string, std::map<int, int64_t>> held;
-  for (std::sregex_iterator at(svg.begin(), svg.end(), about), end; at != end; ++at)
-    held[(*at)[3]][std::stoi((*at)[1])] = std::stoll((*at)[2]);
-  ASSERT_FALSE(held.empty());
-  for (const auto& [layout, by_rank] : held) {
-    EXPECT_GE(by_rank.size(), 2U) << layout;
-    const int64_t sum = std::accumulate(by_rank.begin(), by_rank.end(), int64_t{0},
-                                        [](int64_t so_far, const auto& entry) { return so_far + entry.second; });
-    EXPECT_EQ(sum, 48) << layout;
-  }
-}
-
-TEST(PlanPictures, of_layouts_of_many_ranks_say_what_they_leave_out) {
-  const std::string svg = draw_layouts(dry_run(small("dp_shard=40")).placements, "many").str();
-  EXPECT_NE(svg.find("Ranks 32 to 39 are not shown."), std::string::npos);
-}
-
-TEST(PlanPictures, of_a_step_have_a_row_for_each_group_and_few_bars) {
-  DryRun run = small("dp_replicate=2,dp_shard=2,tp=2");
-  run.what.strategy = "hsdp";
-  const DryRunResult result = dry_run(run);
-  const Machine machine = chosen_machine("h100");
-  const std::string svg = plot_step(result, walk(result.record, machine), machine.memory_bytes, "a step").str();
-  for (const char* word : {">operators<", ">dp_shard<", ">dp_replicate<", ">tp<", ">memory<", "optimizer"})
-    EXPECT_NE(svg.find(word), std::string::npos) << word;
-  EXPECT_LT(std::ssize(svg), 400'000);
 }
