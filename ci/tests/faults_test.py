@@ -344,7 +344,7 @@ class Faults(unittest.TestCase):
         self.assertEqual((lost, moved), ([], []), "`@ FILE` names the file that has the lines")
 
     def test_a_patch_must_not_weaken_the_question(self):
-        paths = ("verify.py", "python/tests/x.py", "python/shardproof/proof/plain.py", "python/shardproof/check/judge.py")
+        paths = ("verify.py", "python/tests/x.py", "python/shardproof/check/plain.py", "python/shardproof/check/judge.py")
         for make in (patch, bug):
             for path in paths:
                 code, _, output = self.run_faults([make("A", "4", path=path)])

@@ -12,7 +12,7 @@ CLEAN = {
             "double half(double x);\n\n}  // namespace shardproof\n",
     "python/shardproof/__init__.py": '_HOMES = {"rates": ("halve",)}\n',
     "python/shardproof/rates.py": "def halve(x, *, by=2):\n    return x / by\n\ndef hidden():\n    pass\n",
-    "python/shardproof/proof/case.py": 'WORDS = ("rate", "step")\n',
+    "python/shardproof/check/ours.py": 'WORDS = ("rate", "step")\n',
     "harness/commands/cmd_rate.cpp": 'command->add_option("-r,--rate", rate, "a rate");\n',
     "properties/rates.cpp": "TEST(Rates, a_half_is_a_half) { half(1); }\n",
     "python/tests/test_rates.py": "def test_two_halves():\n    halve(1, by=2)\n",

@@ -16,6 +16,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "_C": ("BrokenInvariant", "Error", "FailedCheck", "NonFiniteError"),
+    "check.runner": ("Report",),
+    "check.verify": ("ProofFailed", "verify"),
     "checkpoint": ("Manager", "load", "load_weights", "save", "save_weights"),
     "ema": ("Ema",),
     "fingerprint": ("FingerprintCheck",),
@@ -48,7 +50,6 @@ _HOMES = {
         "parallelize",
         "vocab_parallel_cross_entropy",
     ),
-    "proof": ("ProofFailed", "Report", "verify"),
     "ranks": ("Comm", "MeshComm", "comm_of", "run_mpi", "run_threads", "seeded"),
     "sharded": ("Piece", "Sharded", "UnitHandle", "sharded_of"),
     "sharding": ("fully_shard", "transfer"),

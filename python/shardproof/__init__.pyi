@@ -44,7 +44,8 @@ from .parallel import (
     parallelize as parallelize,
     vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
 )
-from .proof import ProofFailed as ProofFailed, Report as Report, verify as verify
+from .check.runner import Report as Report
+from .check.verify import ProofFailed as ProofFailed, verify as verify
 from .ranks import Comm as Comm, MeshComm as MeshComm, comm_of as comm_of, run_mpi as run_mpi, run_threads as run_threads
 from .ranks import seeded as seeded
 from .sharded import Piece as Piece, Sharded as Sharded, UnitHandle as UnitHandle, sharded_of as sharded_of

@@ -16,9 +16,9 @@ def pytest_configure(config):
     """Hands them over."""
     chosen = {name: config.getoption(f"--shardproof-{name}") for name in ("cases", "minutes", "seed", "case")}
     if any(value is not None for value in chosen.values()):
-        from shardproof.proof import campaign
+        from shardproof.check import verify
 
-        campaign.defaults.update({name: value for name, value in chosen.items() if value is not None})
+        verify.defaults.update({name: value for name, value in chosen.items() if value is not None})
 
 
 @pytest.fixture

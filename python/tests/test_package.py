@@ -25,7 +25,7 @@ PARTS = [
     "sharding",
     "torch_state",
     "units",
-    "proof.campaign",
+    "check.verify",
 ]
 
 

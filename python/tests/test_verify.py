@@ -1,7 +1,6 @@
 """shardproof.verify holds for sound models, finds what is wrong, makes it small, and replays it."""
 
 import functools
-import random
 
 import pytest
 import torch
@@ -9,8 +8,9 @@ from torch import nn
 
 import shardproof
 from models import Block, Net, batch, loss_of
-from shardproof.proof import campaign, trained
-from shardproof.proof.case import draw_case, parse_case, smaller
+from shardproof.check import Draw, parse_line, trained
+from shardproof.check import verify as proof
+from shardproof.check.ours import Subject, draw_plan
 
 pytest_plugins = ["pytester"]
 
@@ -21,22 +21,34 @@ def test_a_sound_model_holds():
     assert "ALL HELD: 30 of 30" in str(report)
 
 
+def drawn(number, **given):
+    draw = Draw(3, number)
+    return draw_plan(draw, Subject(Net, batch, loss_of, units=("", "c", "a+b"), **given)), draw
+
+
 def test_the_line_of_a_case_is_the_case():
-    rng = random.Random(3)
-    for _ in range(300):
-        case = draw_case(rng, ["", "a+b", "c"], tensor_parallel=True)
-        assert parse_case(str(case)) == case
-        for less in smaller(case):
-            assert parse_case(str(less)) == less
+    for number in range(300):
+        plan, draw = drawn(number, plan={})
+        for again in (Draw(values=parse_line(draw.line)), Draw(values=draw.indices)):
+            assert draw_plan(again, Subject(Net, batch, loss_of, units=("", "c", "a+b"), plan={})) == plan
+            assert again.line == draw.line
+
+
+@pytest.mark.parametrize(
+    "given", [dict(strategies=["zero2", "hsdp"]), dict(optimizers=["torch.SGD(lr=0.3)"]), dict(modes=["fast"])]
+)
+def test_a_line_says_all_that_the_callers_choices_would_have_said(given):
+    for number in range(40):
+        plan, draw = drawn(number, **given)
+        assert draw_plan(Draw(values=parse_line(draw.line)), Subject(Net, batch, loss_of, units=("",))) == plan
 
 
 def test_a_wrong_division_is_found_made_small_and_replayed(monkeypatch):
     monkeypatch.setattr(trained, "fully_shard", functools.partial(trained.fully_shard, gradient_divide=1))
-    with pytest.raises(shardproof.ProofFailed, match="step 1: gradient of ") as raised:
+    with pytest.raises(shardproof.ProofFailed, match="segment 0 step 0: gradient of ") as raised:
         shardproof.verify(Net, batch, loss_of, cases=20)
     line = raised.value.case
-    assert "=2" in line and "() sgd(lr=0.1) ordered seed(" in line
-    assert line.endswith(": step")
+    assert set(parse_line(line)) <= {"dp_shard", "dp_replicate", "data"} and "=2" in line, line
     assert f"case={line!r}" in str(raised.value)
     with pytest.raises(shardproof.ProofFailed, match="gradient of "):
         shardproof.verify(Net, batch, loss_of, case=line)
@@ -45,17 +57,17 @@ def test_a_wrong_division_is_found_made_small_and_replayed(monkeypatch):
 
 
 def test_draws_reach_canonical_sums_float16_and_tensor_parallelism():
-    rng = random.Random(4)
-    lines = [str(draw_case(rng, [""], tensor_parallel=True)) for _ in range(1000)]
-    for text in (" canonical ", "compute=float16", "scale=1024", "tp=2"):
+    lines = [drawn(number, plan={})[1].line for number in range(1000)]
+    for text in ("mode=canonical", "compute=float16", "scale=1024", "tp=2"):
         assert sum(text in line for line in lines) > 5, text
-    assert not any("tp=" in str(draw_case(rng, [""])) for _ in range(100))
+    assert not any("tp=" in drawn(number)[1].line for number in range(100))
 
 
 PLAN = {"blocks.*.up": shardproof.ColumnParallel(), "blocks.*.down": shardproof.RowParallel()}
-CUT = "mesh(dp_shard=2,tp=2) zero3(units=blocks.0+blocks.1) adamw(lr=0.01) fast clip(0.5) seed(3) : accumulate(2) step step"
-CANONICAL = "mesh(dp_shard=3) zero2() adamw(lr=0.01) canonical seed(3) : accumulate(2) step step"
-SCALED = "mesh(dp_shard=2) zero3(compute=float16,scale=1000000000) sgd(lr=0.1) ordered seed(3) : step step save step load step"
+TWICE = "steps=2 step0.microbatches=2 step1.microbatches=2 data=3"
+CUT = "tp=2 mode=fast units=blocks.0+blocks.1 optimizer=adamw(lr=0.01) strategy=zero3 dp_shard=2 step0.clip=(0.5,2.0) " + TWICE
+CANONICAL = "mode=canonical optimizer=adamw(lr=0.01) strategy=zero2 dp_shard=3 " + TWICE
+SCALED = "compute=float16 scale=1000000000 load=yes segments=2 strategy=zero3 dp_shard=2 steps=3 lost=1 data=3"
 
 
 @pytest.mark.parametrize("line", [CUT, CANONICAL, SCALED])
@@ -83,11 +95,18 @@ def test_a_loss_scale_that_falls_too_far_is_found(monkeypatch):
         shardproof.verify(Net, batch, loss_of, case=SCALED)
 
 
+CLIP = trained.Sharded.clip_gradients
+
+
+def clip_half_as_much(sharded, norm_max, order=2):
+    return CLIP(sharded, norm_max * 2, order)
+
+
 @pytest.mark.parametrize(
     "break_it,says",
     [
         (
-            lambda patch: patch.setattr(trained, "clip_of", lambda case: None if case.clip is None else case.clip * 2),
+            lambda patch: patch.setattr(trained.Sharded, "clip_gradients", clip_half_as_much),
             "parameter",
         ),
         (lambda patch: patch.setattr(trained.Sharded, "set_gradient_sync", lambda self, sync: None), "gradient"),
@@ -109,12 +128,12 @@ def test_a_model_that_is_random_is_refused_with_the_reason():
 
 def test_where_every_case_diverges_nothing_has_held():
     with pytest.raises(shardproof.Error, match="of 1 cases 1 diverged.*nothing was compared"):
-        shardproof.verify(Net, batch, loss_of, case="mesh(dp_shard=2) zero3() sgd(lr=1e+30) ordered seed(1) : step step step")
+        shardproof.verify(Net, batch, loss_of, case="optimizer=sgd(lr=1e+30) strategy=zero3 dp_shard=2 steps=3")
     with pytest.raises(shardproof.Error, match="nothing was compared"):
         shardproof.verify(Net, batch, loss_of, cases=0)
     with pytest.raises(shardproof.Error, match="loss on the first batch is nan"):
         shardproof.verify(Net, batch, lambda model, given: loss_of(model, given) * float("nan"))
-    assert "ALL HELD: 3 of 3 cases held" in str(campaign.Report(cases=5, diverged=2))
+    assert "ALL HELD: 3 of 3 cases held" in str(proof.Report(cases=5, held=3, diverged=2))
 
 
 @pytest.mark.parametrize(
@@ -204,16 +223,16 @@ def test_five_lines_make_a_test_and_an_option_replays(pytester, monkeypatch):
 
     def outcome(*args):
         with monkeypatch.context() as patch:
-            patch.setattr(campaign, "defaults", dict(campaign.defaults))
+            patch.setattr(proof, "defaults", dict(proof.defaults))
             return pytester.runpytest_inprocess("-p", "shardproof.pytest_plugin", "-p", "no:cacheprovider", *args)
 
     outcome("--shardproof-cases", "3").assert_outcomes(passed=1)
-    line = "mesh(dp_shard=2) zero3() sgd(lr=0.1) ordered seed(3) : step"
+    line = "strategy=zero3 dp_shard=2 data=1"
     outcome("--shardproof-case", line).assert_outcomes(passed=1)
     outcome("--shardproof-case", "nonsense").assert_outcomes(failed=1)
 
 
 def test_settings_of_the_caller_are_as_they_were():
     threads, state = torch.get_num_threads(), torch.get_rng_state()
-    campaign.verify(Net, batch, loss_of, cases=1)
+    proof.verify(Net, batch, loss_of, cases=1)
     assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)

@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 import shardproof
-from shardproof.proof import Subject, parse_case, prepare, try_case
+from shardproof.check.ours import Subject
+from shardproof.check.verify import draw_of, prepare
 
 
 def squares(model, batch):
@@ -14,7 +15,7 @@ def squares(model, batch):
 
 
 def verdict_of(make_model, line, make_batch=lambda number: torch.randn(4, 8), loss=squares):
-    return try_case(Subject(make_model, make_batch, loss), parse_case(line))
+    return Subject(make_model, make_batch, loss).tried(draw_of(line))
 
 
 class Lambda(nn.Module):
@@ -32,9 +33,9 @@ def test_what_float16_has_no_kernel_for_shows_nothing_under_no_grad_either():
     def make():
         return nn.Sequential(nn.Linear(8, 8), nn.AvgPool3d(2))
 
-    line = "mesh(dp_shard=1) zero3(compute=float16) sgd(lr=0.1) ordered seed(1) : eval step"
+    line = "compute=float16 strategy=zero3 step0.eval=yes data=1"
     verdict = verdict_of(make, line, lambda number: torch.randn(2, 4, 4, 8))
-    assert verdict.kind == "diverged" and verdict.values == 0
+    assert verdict.kind == "diverged" and verdict.compared == 0
 
 
 def test_a_model_without_kernels_in_float64_is_measured_from_the_plain_run():
@@ -46,24 +47,24 @@ def test_a_model_without_kernels_in_float64_is_measured_from_the_plain_run():
         def forward(self, x):
             return functional.grouped_mm(x, self.weight, offs=torch.tensor([4, 8], dtype=torch.int32))
 
-    line = "mesh(dp_shard=3) zero2() adamw(lr=0.01) fast seed(1) : accumulate(2) step step"
+    line = "mode=fast optimizer=adamw(lr=0.01) strategy=zero2 dp_shard=3 steps=2 step0.microbatches=2 data=1"
     verdict = verdict_of(Experts, line, lambda number: torch.randn(8, 16))
-    assert verdict.kind == "held" and verdict.values > 5000 and not verdict.float64
+    assert verdict.kind == "held" and verdict.compared > 5000 and verdict.narrow
     report = shardproof.verify(Experts, lambda: torch.randn(8, 16), squares, cases=4, modes=["fast"])
     assert "4 cases in fast mode were measured from the plain run: it has no kernels in float64" in str(report)
 
 
 @pytest.mark.parametrize("mode", ["ordered", "canonical", "fast"])
 def test_a_parameter_above_two_to_the_24_holds(mode):
-    line = f"mesh(dp_shard=2) zero3() sgd(lr=0.1) {mode} seed(1) : step step"
+    line = f"mode={mode} strategy=zero3 dp_shard=2 steps=2 data=1"
     verdict = verdict_of(
         lambda: Lambda(torch.tensor([3e7]), torch.mul), line, loss=lambda model, batch: model(batch).mean() * 1e-3
     )
-    assert verdict.kind == "held", verdict.detail
+    assert verdict.kind == "held", verdict.message
 
 
 def test_a_gradient_without_room_in_the_fixed_point_sums_of_three_ranks_shows_nothing():
-    line = "mesh(dp_shard=3) zero3() sgd(lr=0.1) canonical seed(1) : step"
+    line = "mode=canonical strategy=zero3 dp_shard=3 data=1"
 
     def steep(number):
         return torch.full((2,), 4.5e5)
@@ -108,7 +109,7 @@ def test_parameters_of_rare_kinds_hold(make, shape):
 
 
 def test_an_infinite_loss_shows_nothing():
-    line = "mesh(dp_shard=2) zero3() sgd(lr=0.1) ordered seed(1) : step"
+    line = "strategy=zero3 dp_shard=2 data=1"
     verdict = verdict_of(lambda: nn.Linear(8, 1), line, loss=lambda model, x: model(x).mean() + float("inf"))
     assert verdict.kind == "diverged"
 
@@ -146,8 +147,8 @@ def test_what_only_the_sharded_model_raises_is_a_failure_with_its_error():
         def forward(self, x):
             return self.last(self.unit(x)) + self.unit.bias.sum()
 
-    verdict = verdict_of(Peeks, "mesh(dp_shard=2) zero3(units=unit) sgd(lr=0.1) ordered seed(1) : step")
-    assert verdict.kind == "raised" and "unit.bias is sharded and has no data here" in str(verdict.error) and verdict.fails
+    verdict = verdict_of(Peeks, "units=unit strategy=zero3 dp_shard=2 data=1")
+    assert verdict.kind == "raised" and "unit.bias is sharded and has no data here" in str(verdict.error) and verdict.bad
 
 
 def test_a_recomputation_that_plain_pytorch_cannot_do_either_shows_nothing():
@@ -170,7 +171,7 @@ def test_a_recomputation_that_plain_pytorch_cannot_do_either_shows_nothing():
         def forward(self, x):
             return self.unit(self.first(x))
 
-    line = "mesh(dp_shard=2) zero3(units=unit,recompute=unit) sgd(lr=0.1) ordered seed(1) : step"
+    line = "units=unit recompute=unit strategy=zero3 dp_shard=2 data=1"
     assert verdict_of(Net, line).kind == "diverged"
 
 
@@ -185,5 +186,5 @@ def test_an_attribute_that_is_another_one_in_every_model_is_not_compared():
 
     subject = Subject(Named, lambda number: torch.randn(4, 8), squares)
     prepare(subject)
-    verdict = try_case(subject, parse_case("mesh(dp_shard=2) zero3() sgd(lr=0.1) ordered seed(1) : step"))
-    assert verdict.kind == "held", verdict.detail
+    verdict = subject.tried(draw_of("strategy=zero3 dp_shard=2 data=1"))
+    assert verdict.kind == "held", verdict.message

@@ -1,15 +1,15 @@
 """shardproof.verify compares all that a model does: whatever sharding changes of it is found, and named."""
 
 import copy
-import random
 import re
 
 import pytest
 import torch
 from torch import nn
 
-import shardproof
-from shardproof.proof import Subject, parse_case, trained, try_case
+from shardproof.check import Draw, trained
+from shardproof.check.ours import Subject, draw_plan
+from shardproof.check.verify import draw_of
 
 
 class Net(nn.Module):
@@ -47,18 +47,18 @@ def loss(model, given):
     return model(given)["loss"]
 
 
-LINE = "mesh(dp_shard=2) zero3(units=first{}) {} ordered seed(3) : accumulate(2) step step"
+LINE = "units=first{} optimizer={} strategy=zero3 dp_shard=2 steps=2 step0.microbatches=2 step1.microbatches=2 data=3"
 
 
 def verdict_of(line=LINE.format("", "sgd(lr=0.1)")):
-    return try_case(Subject(Net, batch, loss), parse_case(line))
+    return Subject(Net, batch, loss).tried(draw_of(line))
 
 
-@pytest.mark.parametrize("options", ["", ",inputs=grad"])
+@pytest.mark.parametrize("options", ["", " inputs=grad"])
 @pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "torch.AdamW(lr=0.01)"])
 def test_all_that_is_compared_is_equal_where_nothing_is_wrong(options, optimizer):
     verdict = verdict_of(LINE.format(options, optimizer))
-    assert verdict.kind == "held", verdict.detail
+    assert verdict.kind == "held", verdict.message
 
 
 class Breaks:
@@ -136,7 +136,7 @@ def test_what_sharding_would_change_is_found_and_named(what, monkeypatch):
     Breaks(monkeypatch, change)
     verdict = verdict_of()
     assert verdict.kind == "differs", verdict
-    assert re.search(says, verdict.detail), verdict.detail
+    assert re.search(says, verdict.message), verdict.message
 
 
 @pytest.mark.parametrize("mode", ["ordered", "canonical", "fast"])
@@ -145,8 +145,8 @@ def test_a_model_in_float64_is_compared_in_float64(mode):
         return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1)).double()
 
     subject = Subject(make, lambda number: torch.randn(4, 6).double(), lambda model, x: model(x).square().mean())
-    verdict = try_case(subject, parse_case(f"mesh(dp_shard=2) zero3(units=0) sgd(lr=0.1) {mode} seed(3) : step step"))
-    assert verdict.kind == "held", verdict.detail
+    verdict = subject.tried(draw_of(f"mode={mode} units=0 strategy=zero3 dp_shard=2 steps=2 data=3"))
+    assert verdict.kind == "held", verdict.message
 
 
 def test_hooks_of_an_optimizer_that_run_twice_are_found(monkeypatch):
@@ -160,7 +160,7 @@ def test_hooks_of_an_optimizer_that_run_twice_are_found(monkeypatch):
 
     monkeypatch.setattr(trained, "torch_optimizer", twice)
     verdict = verdict_of(LINE.format("", "torch.AdamW(lr=0.01)"))
-    assert verdict.kind == "differs" and "hooks of the optimizer" in verdict.detail, verdict
+    assert verdict.kind == "differs" and "hooks of the optimizer" in verdict.message, verdict
     assert verdict_of().kind == "held"
 
 
@@ -173,34 +173,34 @@ def test_gradients_of_a_batch_are_compared(monkeypatch):
         model.register_forward_pre_hook(hook)
 
     Breaks(monkeypatch, halves)
-    verdict = verdict_of(LINE.format(",inputs=grad", "sgd(lr=0.1)"))
-    assert verdict.kind == "differs" and "gradient of argument" in verdict.detail, verdict
+    verdict = verdict_of(LINE.format(" inputs=grad", "sgd(lr=0.1)"))
+    assert verdict.kind == "differs" and "gradient of argument" in verdict.message, verdict
     assert verdict_of().kind == "held"
 
 
-HISTORY = "step step save step load@mesh(dp_shard=3) step step load step"
-RESUMED = "mesh(dp_shard=2) zero3(units=first{}) {} ordered seed(3) : " + HISTORY
+HISTORY = "strategy=zero3 dp_shard=2 steps=3 lost=1 s1.dp_shard=3 s1.steps=2 s1.unsaved=yes"
+RESUMED = "units=first{} optimizer={} load=yes segments=3 data=3 " + HISTORY
 MOMENTUM = ("sgd(lr=0.05,momentum=0.9)", "torch.SGD(lr=0.05,momentum=0.9)", "torch.Adam(lr=0.01)")
 
 
 @pytest.mark.parametrize("optimizer", [*MOMENTUM, "adamw(lr=0.01)"])
-@pytest.mark.parametrize("options", ["", ",resume=used"])
+@pytest.mark.parametrize("options", ["", " resume=used"])
 def test_a_process_that_goes_on_has_what_rank_0_saved_whether_it_is_fresh_or_used(options, optimizer):
     verdict = verdict_of(RESUMED.format(options, optimizer))
-    assert verdict.kind == "held", verdict.detail
+    assert verdict.kind == "held", verdict.message
 
 
 @pytest.mark.parametrize("optimizer", MOMENTUM)
 def test_a_checkpoint_of_before_the_first_step_empties_a_used_optimizer(optimizer):
-    verdict = verdict_of(f"mesh(dp_shard=2) zero3(resume=used) {optimizer} ordered seed(3) : save step load step step")
-    assert verdict.kind == "held", verdict.detail
+    verdict = verdict_of(f"resume=used optimizer={optimizer} load=yes segments=2 strategy=zero3 dp_shard=2 lost=1 s1.steps=2")
+    assert verdict.kind == "held", verdict.message
 
 
 def test_state_that_a_used_process_keeps_is_found(monkeypatch):
     plain = trained.load
     monkeypatch.setattr(trained, "load", lambda folder, sharded, optimizer, **given: plain(folder, sharded, **given))
-    verdict = verdict_of(RESUMED.format(",resume=used", "torch.SGD(lr=0.05,momentum=0.9)"))
-    assert verdict.kind == "differs" and "parameter of" in verdict.detail, verdict
+    verdict = verdict_of(RESUMED.format(" resume=used", "torch.SGD(lr=0.05,momentum=0.9)"))
+    assert verdict.kind == "differs" and "parameter of" in verdict.message, verdict
 
 
 def test_on_one_rank_random_numbers_are_those_of_plain_pytorch():
@@ -208,12 +208,15 @@ def test_on_one_rank_random_numbers_are_those_of_plain_pytorch():
         return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 1))
 
     subject = Subject(make, lambda number: torch.randn(4, 6), lambda model, x: model(x).square().mean())
-    line = "mesh(dp_shard=1) zero3(units=0+2) sgd(lr=0.1) ordered seed(3) : eval accumulate(2) step discard step"
-    verdict = try_case(subject, parse_case(line))
-    assert verdict.kind == "held", verdict.detail
+    line = "units=0+2 strategy=zero3 steps=2 step0.eval=yes step0.microbatches=2 step1.discard=yes step1.microbatches=2 data=3"
+    verdict = subject.tried(draw_of(line))
+    assert verdict.kind == "held", verdict.message
 
 
 def test_draws_reach_used_processes_batches_with_gradients_and_loads_of_torchs_optimizers():
-    lines = [str(shardproof.proof.draw_case(random.Random(seed), ["", "a+b"])) for seed in range(600)]
+    draws = [Draw(1, number) for number in range(600)]
+    for draw in draws:
+        draw_plan(draw, Subject(Net, batch, loss, units=("", "a+b")))
+    lines = [draw.line for draw in draws]
     assert all(sum(word in line for line in lines) > 20 for word in ("resume=used", "inputs=grad", "recompute="))
-    assert sum(" torch." in line and " load" in line for line in lines) > 20
+    assert sum("torch." in line and "load=yes" in line for line in lines) > 20

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 import shardproof
-from shardproof.proof import Subject, prepare
-from shardproof.proof.trained import threads_on
+from shardproof.check.ours import Subject
+from shardproof.check.trained import threads_on
+from shardproof.check.verify import prepare
 
 WIDTH = 6
 

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import shardproof
-from shardproof.proof import Subject, draw_case, parse_case, prepare, try_case
-from shardproof.proof.campaign import sets_of_units
+from shardproof.check import Draw, parse_line
+from shardproof.check.ours import Subject
+from shardproof.check.verify import prepare, sets_of_units
 
 from .model import Model, NotBuildable, said, tensors_in
 
@@ -23,9 +24,8 @@ from .model import Model, NotBuildable, said, tensors_in
 VERDICTS = ("crash", "hang", "WRONG", "unclear error", "clear error", "slow", "not buildable", "close", "equal")
 SLOW_STEP = 0.25  # seconds of a plain forward and backward above which a case has one step
 # The first case of every model: a checkpoint that another number of ranks loads, `eval` and `generate` before and after.
-FIRST = "mesh(dp_shard=2) zero3(units={units}) adamw(lr=0.01) ordered seed({seed}) : {history}"
-HISTORY = "step eval step save load@mesh(dp_shard=3) eval step"
-HISTORY_OF_SLOW = "step save load@mesh(dp_shard=3) eval step"
+FIRST = "optimizer=adamw(lr=0.01) load=yes segments=2 strategy=zero3 dp_shard=2 s1.dp_shard=3 s1.step0.eval=yes data={seed}"
+LONGER = " steps=2 step1.eval=yes"
 
 
 @dataclasses.dataclass
@@ -74,38 +74,41 @@ class Judge:
     def __init__(self, model: Model, name: str, seed: int):
         self.model, self.observed = model, Observed()
         self.rng = random.Random(zlib.crc32(f"{seed} {name} {model.label}".encode()))
-        self.subject = Subject(model.make, model.batch, loss_for(model, self.observed))
+        self.subject = Subject(model.make, model.batch, loss_for(model, self.observed), before=self.observe)
         torch.manual_seed(5)
         module = model.make()
         start = time.monotonic()
         model.loss(module, model.batch(0)).backward()
         self.slow = time.monotonic() - start > SLOW_STEP
+        if self.slow:
+            self.subject.ranks_max, self.subject.steps_max = 3, 1
         try:
-            self.sets = sets_of_units(prepare(self.subject), None, module)
+            self.sets = self.subject.units = sets_of_units(prepare(self.subject), None, module)
         except shardproof.Error as error:
             raise NotBuildable(str(error)) from error
 
-    def cases(self, count: int, only: "str | None") -> "Iterator[Any]":
+    def observe(self, plan: Any) -> None:
+        """Chooses what a case looks at: outputs and tokens are the same in bits only."""
+        self.observed.outputs = self.observed.tokens = plan.mode != "fast"
+
+    def cases(self, count: int, only: "str | None") -> "Iterator[Draw]":
         if only is not None:
-            yield parse_case(only)
+            yield Draw(values=parse_line(only))
             return
         units = max(self.sets, key=lambda names: (names.count("+") > 0, self.rng.random()))
-        history = HISTORY_OF_SLOW if self.slow else HISTORY
-        yield parse_case(FIRST.format(units=units, seed=self.rng.randrange(10**6), history=history))
-        for _ in range(count - 1):
-            case = draw_case(self.rng, self.sets, ranks_max=3 if self.slow else 4)
-            if self.slow:
-                case = dataclasses.replace(case, history=case.history[: case.history.index("step") + 1])
-            yield case
+        line = FIRST.format(seed=self.rng.randrange(10**6)) + (f" units={units}" if units else "")
+        yield Draw(values=parse_line(line if self.slow else line + LONGER))
+        seed = self.rng.randrange(10**6)
+        for number in range(1, count):
+            yield Draw(seed, number)
 
-    def tried(self, case: Any) -> dict:
+    def tried(self, draw: Draw) -> dict:
         """One row: the verdict of a case. Where bits differ, "close" is what verify accepts of sums in another order."""
-        self.observed.outputs = self.observed.tokens = case.mode != "fast"
-        found = try_case(self.subject, case)
-        row = {"case": str(case), "verdict": "equal", "values": found.values, "detail": ""}
+        found = self.subject.tried(draw)
+        row = {"case": found.line, "verdict": "equal", "values": found.compared, "detail": ""}
         if found.kind == "differs":
-            row.update(verdict="WRONG", detail=found.detail)
-            if case.mode != "fast" and self.is_close(case):
+            row.update(verdict="WRONG", detail=found.message)
+            if draw.chosen["mode"] != "fast" and self.is_close(found.line):
                 row["verdict"] = "close"
         elif found.kind == "raised":
             clear = isinstance(found.error, shardproof.Error) or str(found.error).startswith("[")
@@ -116,11 +119,10 @@ class Judge:
             row.update(verdict="nothing")
         return row
 
-    def is_close(self, case: Any) -> bool:
+    def is_close(self, line: str) -> bool:
         """Whether tokens are equal, and the same history holds in mode "fast"."""
-        options = tuple(each for each in case.options if each[0] not in ("compute", "scale"))
-        self.observed.outputs = self.observed.tokens = False
-        return try_case(self.subject, dataclasses.replace(case, mode="fast", options=options)).kind == "held"
+        words = {name: label for name, label in parse_line(line).items() if name not in ("compute", "scale")}
+        return self.subject.tried(Draw(values={**words, "mode": "fast"})).kind == "held"
 
 
 def where(error: BaseException) -> str:

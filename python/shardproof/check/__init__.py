@@ -11,10 +11,11 @@ import types
 from typing import Any, Callable, Mapping, Sequence
 
 from .draw import Draw, parse_line
-from .judge import Verdict
+from .verdict import Verdict
 from .plan import Subject
 from .runner import Counterexample, Report, crew_of, run_cases
 from .train import Sharded
+from .verdict import Verdict
 
 __all__ = ["Counterexample", "Draw", "Report", "Sharded", "Subject", "Verdict", "check", "replay_line"]
 
@@ -94,7 +95,10 @@ def replay_line(subject: Subject, line: str, ranks: str = "processes") -> Verdic
     """Runs the case of a printed line."""
     crew = crew_of(subject, ranks)
     try:
-        return crew.run((0, 0), parse_line(line))
+        verdict = crew.run((0, 0), parse_line(line))
+        if verdict.kind == "plain":
+            raise RuntimeError(f"the plain model or the comparison failed:\n{verdict.message}")
+        return verdict
     finally:
         crew.stop()
 

@@ -6,16 +6,31 @@ cuts each rank's tensor-parallel part once more.
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import dataclass
 
-from .train import Piece
+import torch
+
+
+@dataclass
+class Piece:
+    """What one rank holds of one tensor: what the placements on a mesh say, or so many elements of the flat tensor."""
+
+    value: torch.Tensor
+    shape: tuple[int, ...] = ()
+    placements: tuple[tuple, ...] = ()
+    mesh: tuple[int, ...] = ()
+    coordinate: tuple[int, ...] = ()
+    group: tuple[int, ...] = ()
+    """The ranks of the mesh that the tensor lies on."""
+    flat: tuple[int, int] | None = None
+    """From which element to which."""
 
 
 class Misplaced(Exception):
     """The pieces do not make up the tensor."""
 
 
-def assemble(pieces: dict[int, Piece | None], shape: tuple[int, ...]) -> list[tuple[list[int], np.ndarray]]:
+def assemble(pieces: dict[int, Piece | None], shape: tuple[int, ...]) -> list[tuple[list[int], torch.Tensor]]:
     """The whole tensor of every replica, with the ranks that hold it. Replicas of the same values are one entry."""
     replicas: dict[tuple, list[int]] = {}
     for rank, piece in pieces.items():
@@ -27,10 +42,10 @@ def assemble(pieces: dict[int, Piece | None], shape: tuple[int, ...]) -> list[tu
             tuple(c for c, p in zip(piece.coordinate, piece.placements) if p[0] == "replicate") if piece.placements else (rank,)
         )
         replicas.setdefault((piece.group, key), []).append(rank)
-    wholes: list[tuple[list[int], np.ndarray]] = []
+    wholes: list[tuple[list[int], torch.Tensor]] = []
     for ranks in replicas.values():
         whole = _whole({rank: pieces[rank] for rank in ranks}, tuple(shape))
-        same = next((entry for entry in wholes if np.array_equal(entry[1], whole, equal_nan=True)), None)
+        same = next((entry for entry in wholes if same_values(entry[1], whole)), None)
         if same:
             same[0].extend(ranks)
         else:
@@ -38,20 +53,25 @@ def assemble(pieces: dict[int, Piece | None], shape: tuple[int, ...]) -> list[tu
     return wholes
 
 
-def _whole(pieces: dict[int, Piece], shape: tuple[int, ...]) -> np.ndarray:
-    whole = np.zeros(shape)
-    held = np.zeros(shape, dtype=np.int64)
+def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _whole(pieces: dict[int, Piece], shape: tuple[int, ...]) -> torch.Tensor:
+    whole = torch.zeros(shape, dtype=next(iter(pieces.values())).value.dtype)
+    held = torch.zeros(shape, dtype=torch.int64)
     copies = 1
     for rank, piece in pieces.items():
         region, copies = _region(piece)
         want = tuple(r.stop - r.start for r in region)
-        if piece.value.shape != want:
-            raise Misplaced(f"rank {rank} holds shape {piece.value.shape}, its placements {piece.placements} mean {want}")
+        if tuple(piece.value.shape) != want:
+            held_shape = tuple(piece.value.shape)
+            raise Misplaced(f"rank {rank} holds shape {held_shape}, its placements {piece.placements} mean {want}")
         whole[region] += piece.value
         held[region] += 1
-    if (held != copies).any():
-        where = np.argwhere(held != copies)[0].tolist()
-        raise Misplaced(f"element {where} is held by {int(held[tuple(where)])} ranks of {sorted(pieces)}, expected {copies}")
+    if bool((held != copies).any()):
+        where = tuple((held != copies).nonzero()[0].tolist())
+        raise Misplaced(f"element {list(where)} is held by {int(held[where])} ranks of {sorted(pieces)}, expected {copies}")
     if any(p[0] == "partial" and p[1] == "avg" for p in next(iter(pieces.values())).placements):
         whole /= copies
     return whole

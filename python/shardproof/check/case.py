@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import re
-import traceback
-from dataclasses import dataclass
 from typing import Any, Sequence
 
 import torch
 
 from .draw import Draw
-from .judge import Verdict, judge
-from .plain import References, references
-from .plan import Plan, Subject, base_model, draw_plan
-from .train import RankStep, run_segment
-
-FOLLOWS = r"SystemExit|Connection closed by peer|Connection reset by peer|Broken pipe|Timed out waiting"
-
-
-@dataclass
-class Failure:
-    """What a rank raised."""
-
-    kind: str
-    text: str
-
-    @property
-    def follows(self) -> bool:
-        """Whether a rank raises this because another one has ended."""
-        return re.search(FOLLOWS, self.text) is not None
+from .judge import judge
+from .plain import Diverged, PlainFailed, References, references
+from .plan import Plan
+from .verdict import Failure, Verdict, failure_of
 
 
 class Trial:
@@ -39,11 +23,11 @@ class Trial:
     patience: float
     """Seconds of silence after which ranks that still wait are taken for hung."""
 
-    def train(self, segment: int, folder: str) -> list[RankStep]:
-        """Runs a segment on the calling rank."""
+    def train(self, segment: int, folder: str, comm: Any = None) -> list[dict[str, Any]]:
+        """Runs a segment on the calling rank, and gives what it has at each step by name."""
         raise NotImplementedError
 
-    def judge(self, ranks: list[list[list[RankStep]]]) -> Any:
+    def judge(self, ranks: list[list[list[dict[str, Any]]]]) -> Any:
         """The result, from the steps as [segment][rank][step]."""
         raise NotImplementedError
 
@@ -51,7 +35,7 @@ class Trial:
         """The verdict on ranks that raised, hang or are gone."""
         return verdict
 
-    def run_rank(self, segment: int, folder: str) -> list[RankStep] | Failure:
+    def run_rank(self, segment: int, folder: str) -> list[dict[str, Any]] | Failure:
         """As `train`, but what it raises comes back as a value."""
         try:
             return self.train(segment, folder)
@@ -67,45 +51,63 @@ class Trial:
         own = own or failures
         first = next(iter(own.values()))
         ranks = "every rank" if len(own) == self.segments[segment].ranks else f"rank {', '.join(map(str, sorted(own)))}"
-        message = f"segment {segment}: {ranks} raised: {_raised(first)}"
-        return self.finish(Verdict("raised", where=_place(first), message=message, traces={r: f.text for r, f in own.items()}))
+        message = f"segment {segment}: {ranks} raised: {first.said}"
+        return self.finish(Verdict("raised", where=first.place, message=message, traces={r: f.text for r, f in own.items()}))
 
 
 class Case(Trial):
-    """A drawn case of a subject. The model is built once, every rank copies it."""
+    """A drawn case of a subject."""
 
-    def __init__(self, subject: Subject, draw: Draw) -> None:
+    def __init__(self, subject: Any, draw: Draw) -> None:
         self.subject = subject
         self.draw = draw
-        self.plan: Plan = draw_plan(draw, subject)
-        self.base = base_model(subject, draw, self.plan)
+        self.plan: Plan = subject.draw_plan(draw)
         self.segments = self.plan.segments
         self.patience = subject.patience
+        self.base = subject.base_of(draw, self.plan)
 
-    def train(self, segment: int, folder: str) -> list[RankStep]:
-        return run_segment(self.subject, self.draw, self.plan, self.base, segment, folder)
+    def make_model(self) -> torch.nn.Module:
+        """The plain model as it is at the start."""
+        return self.subject.model_of(self)
 
-    def judge(self, ranks: list[list[list[RankStep]]]) -> Verdict:
-        plain = self.plainly()
-        return self.finish(judge(self.subject, self.plan, plain, ranks) if plain else Verdict("diverged"))
+    def place(self, segment: int, rank: int) -> int:
+        """Which data-parallel rank a rank is."""
+        place, stride, rest = 0, 1, rank
+        for axis, size in reversed(self.plan.segments[segment].mesh.items()):
+            coordinate, rest = rest % size, rest // size
+            if axis.startswith("dp"):
+                place, stride = place + coordinate * stride, stride * size
+        return place
+
+    def train(self, segment: int, folder: str, comm: Any = None) -> list[dict[str, Any]]:
+        return self.subject.rank_of(self, segment, comm).run(folder)
+
+    def judge(self, ranks: list[list[list[dict[str, Any]]]]) -> Verdict:
+        plain = self.plainly
+        self.draw.require_used()  # all choices have been made
+        return self.finish(judge(self, plain, ranks) if isinstance(plain, References) else plain)
 
     def failed(self, segment: int, failures: dict[int, Failure]) -> Verdict:
         """As of any trial, unless the plain model raises, too."""
-        return super().failed(segment, failures) if self.plainly() else self.finish(Verdict("diverged"))
+        return super().failed(segment, failures) if isinstance(self.plainly, References) else self.finish(self.plainly)
 
-    def plainly(self) -> References | None:
-        """The plain runs, nothing where PyTorch cannot run the model in the case's precision. What else they raise is the
-        user's own."""
+    @functools.cached_property
+    def plainly(self) -> References | Verdict:
+        """The plain runs, or why there are none."""
+        state = torch.get_rng_state()
         try:
-            return references(self.subject, self.draw, self.plan)
-        except Exception:
-            if self.plan.dtype is torch.float32 and self.plan.precision is None:
-                raise
-            return None
+            return references(self)
+        except Diverged as error:
+            return Verdict("diverged", message=str(error))
+        except PlainFailed as failed:
+            return Verdict("plain", message=failure_of(failed.error).text, error=failed.error)
+        finally:
+            torch.set_rng_state(state)
 
     def finish(self, verdict: Verdict) -> Verdict:
         verdict.line = self.draw.line
         verdict.values = dict(self.draw.indices)
+        verdict.row = (self.segments[0].strategy, self.segments[0].ranks)
         if verdict.bad:
             text = "\n".join([verdict.where, verdict.message, *verdict.traces.values(), verdict.line])
             for kind, patterns in (("refused", {r: r for r in self.subject.refusals}), ("known", self.subject.known)):
@@ -114,19 +116,3 @@ class Case(Trial):
                     verdict.kind, verdict.where = kind, name
                     break
         return verdict
-
-
-def failure_of(error: BaseException) -> Failure:
-    return Failure(type(error).__name__, "".join(traceback.format_exception(error)))
-
-
-def _raised(failure: Failure) -> str:
-    """The exception as it was printed, with all of its lines."""
-    begin = list(re.finditer(rf"^(?:[\w.]+\.)?{re.escape(failure.kind)}(?:: |$)", failure.text, re.MULTILINE))
-    return failure.text[begin[-1].start() :].strip() if begin else failure.text.strip().splitlines()[-1]
-
-
-def _place(failure: Failure) -> str:
-    """The kind of an exception and the function that raised it, to tell one failure from another."""
-    frames = re.findall(r'File "[^"]*?([^/"]+)", line \d+, in (\S+)', failure.text)
-    return f"{failure.kind} in {frames[-1][0]}:{frames[-1][1]}" if frames else failure.kind

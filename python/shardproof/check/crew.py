@@ -16,8 +16,8 @@ import time
 from datetime import timedelta
 from typing import Any, Callable
 
-from .case import Failure, Trial, failure_of
-from .judge import Verdict
+from .case import Trial
+from .verdict import Failure, Verdict, failure_of
 
 fork = multiprocessing.get_context("fork")
 _forking = threading.Lock()
@@ -153,6 +153,7 @@ def _serve_threads(make_case):
             start = time.process_time()
             result = ranks.run(make_case(*message))
             if isinstance(result, Verdict):
+                result.error = None  # it may not go through a pipe
                 result.seconds = time.process_time() - start
         except Exception as error:  # noqa: BLE001
             return failure_of(error), ranks.broken
@@ -253,7 +254,10 @@ def _serve_process(make_case, patience: float, rank: int):
 
     def answer(what, message, *rest):
         try:
-            return segment(message, *rest) if what == "segment" else case_of(message).judge(*rest)
+            result = segment(message, *rest) if what == "segment" else case_of(message).judge(*rest)
+            if isinstance(result, Verdict):
+                result.error = None  # it may not go through a pipe
+            return result
         except Exception as error:  # noqa: BLE001
             return failure_of(error)
 

@@ -117,7 +117,7 @@ MIXED = {**UNITS, "precision": (None, None, None, torch.bfloat16)}
 FINITE = tuple(clip for clip in CLIPS if clip is None or clip[1] != float("inf"))
 KNOWN = {
     "Expected device to be set": "docs/findings/018.md",
-    r"(?s)(gradient (embed|head)\.weight|: norm of).*ties=yes": "docs/findings/004.md",
+    r"(?s)(gradient of (embed|head)\.weight|: norm of).*ties=yes": "docs/findings/004.md",
     "_chunk_cat expects non-empty tensor": "docs/findings/005.md",
     "req MetadataIndex.* mismatch sizes": "docs/findings/006.md",
     "inf norm on an empty tensor": "docs/findings/001.md",

@@ -24,10 +24,10 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from . import engines
-from .assemble import Misplaced, assemble
+from .assemble import Misplaced, Piece, assemble
 from .case import Trial
-from .judge import Verdict
-from .train import Piece, RankStep, Sharded, clip_gradients, load, parameters_of, piece_of, save, spoil, synchronized
+from .verdict import Verdict
+from .train import Sharded, clip_gradients, load, parameters_of, piece_of, save, spoil, synchronized
 
 PATIENCE = 30.0
 
@@ -149,7 +149,7 @@ class GivenCase(Trial):
         reshard = {0: False, 1: True}.get(self.setup["reshard"], self.setup["reshard"])
         return Built(model, units, reshard, None if precision == torch.float32 else precision, self.run["kind"] == "odd")
 
-    def train(self, index: int, folder: str) -> list[RankStep]:
+    def train(self, index: int, folder: str, comm: Any = None) -> list[dict[str, Any]]:
         segment = self.segments[index]
         mesh = init_device_mesh("cpu", tuple(segment.mesh.values()), mesh_dim_names=tuple(segment.mesh))
         built = self.build()
@@ -185,24 +185,24 @@ class GivenCase(Trial):
         if self.steps[s]["save"]:
             save(sharded.module, optimizer, os.path.join(folder, str(s)), "dcp")
 
-    def judge(self, ranks: list[list[list[RankStep]]]) -> list[list[dict[str, Any]]] | Verdict:
+    def judge(self, ranks: list[list[list[dict[str, Any]]]]) -> list[list[dict[str, Any]]] | Verdict:
         """What each rank held after each step, as [step][rank]."""
         try:
             return [self._of_ranks([steps[s] for steps in segment]) for segment in ranks for s in range(len(segment[0]))]
         except Misplaced as error:
             return self.finish(Verdict("misplaced", where="misplaced", message=str(error)))
 
-    def _of_ranks(self, ranks: list[RankStep]) -> list[dict[str, Any]]:
+    def _of_ranks(self, ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
         step = [
-            {"losses": [[loss] for loss in r.losses], "gradient_norm": r.norm, "gradients": [], "parameters": [], "state": []}
+            {"losses": [[x] for x in r["losses"]], "gradient_norm": r["norm"], "gradients": [], "parameters": [], "state": []}
             for r in ranks
         ]
-        self._place([r.gradients for r in ranks], "gradient", [s["gradients"] for s in step])
-        self._place([r.parameters for r in ranks], "parameter", [s["parameters"] for s in step])
-        for slot in ranks[0].state:
+        self._place([r["gradients"] for r in ranks], "gradient", [s["gradients"] for s in step])
+        self._place([r["parameters"] for r in ranks], "parameter", [s["parameters"] for s in step])
+        for slot in ranks[0]["state"]:
             for s in step:
                 s["state"].append((slot, []))
-            self._place([r.state[slot] for r in ranks], slot, [s["state"][-1][1] for s in step])
+            self._place([r["state"][slot] for r in ranks], slot, [s["state"][-1][1] for s in step])
         return step
 
     def _place(self, held: list[dict[str, Piece]], kind: str, into: list[list]) -> None:
@@ -214,7 +214,7 @@ class GivenCase(Trial):
             except Misplaced as error:
                 raise Misplaced(f"{kind} of {name}: {error}") from error
             for ranks, whole in wholes:
-                into[ranks[0]].append((name, self.oracle.exported(torch.tensor(whole))))
+                into[ranks[0]].append((name, self.oracle.exported(whole)))
 
 
 class Rank:
@@ -225,7 +225,7 @@ class Rank:
         self.position, self.data_ranks = position, data_ranks
         self.model = model
 
-    def step(self, step: dict[str, Any]) -> RankStep:
+    def step(self, step: dict[str, Any]) -> dict[str, Any]:
         oracle, sharded = self.case.oracle, self.sharded
         for group in self.optimizer.param_groups:
             group["lr"] = group["base_lr"] * step["lr_factor"]
@@ -245,19 +245,21 @@ class Rank:
             if parameter.grad is None:  # as in golden/oracle.py
                 parameter.grad = torch.zeros_like(parameter)
         norm_max = step["clip_norm"] if step["clip_norm"] > 0 else float("inf")
-        record = RankStep(losses=losses, norm=clip_gradients(sharded, norm_max, step["norm_order"]))
+        norm = clip_gradients(sharded, norm_max, step["norm_order"])
         gradients = sharded.gradients() if sharded.gradients else {name: p.grad for name, p in trained.items()}
-        record.gradients = {name: piece_of(g) for name, g in gradients.items() if name in trained and g is not None}
+        held = {name: piece_of(g) for name, g in gradients.items() if name in trained and g is not None}
         self.optimizer.step()
         self.optimizer.zero_grad()
         named = parameters_of(sharded)
-        record.parameters = {name: piece_of(p) for name, p in named.items()}
         options = self.case.run["optimizer"]
-        record.state = {
-            slot: {name: piece_of(value) for name, value in values}
-            for slot, values in oracle.state_of(self.optimizer, list(named.items()), options["kind"], options["momentum"])
+        state = oracle.state_of(self.optimizer, list(named.items()), options["kind"], options["momentum"])
+        return {
+            "losses": losses,
+            "norm": norm,
+            "gradients": held,
+            "parameters": {name: piece_of(p) for name, p in named.items()},
+            "state": {slot: {name: piece_of(value) for name, value in values} for slot, values in state},
         }
-        return record
 
     def _loss(self, step: dict[str, Any], m: int) -> torch.Tensor:
         oracle = self.case.oracle

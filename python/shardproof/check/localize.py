@@ -3,51 +3,77 @@
 from __future__ import annotations
 
 import math
+import struct
+from typing import Any
 
-import numpy as np
+import torch
 
 from .plain import References
-from .plan import Plan, Subject
 
 
-def explain(subject: Subject, plan: Plan, references: References, comparison, distances) -> str:
+def explain(case: Any, references: References, comparison: Any, distances: list[tuple[float, list[int], torch.Tensor]]) -> str:
     """Some lines about the first difference of a case."""
     lines = [comparison.title]
     worst = max(distance for distance, _, _ in distances)
-    lines.append(f"  {worst:.3g} away from the float64 run, where {comparison.bound:.3g} is allowed")
-    for distance, owners, value in sorted(distances, key=lambda entry: entry[1]):
-        state = "differ" if distance > comparison.bound else "agree"
-        lines.append(
-            f"  rank{'s' if len(owners) > 1 else ''} {', '.join(map(str, sorted(owners)))}: {state} (distance {distance:.3g})"
-        )
-    wrong = next(value for distance, _, value in distances if distance > comparison.bound)
-    close = max(64 * comparison.bound, 1e-6)
-    guesses = [text for text, guess in _guesses(subject, plan, references, comparison) if _near(wrong, guess, close)]
-    guesses += _factor(subject, plan, comparison, wrong, close)
+    if not comparison.bits:
+        known = "float64" if references.truth(comparison.segment, comparison.step).wide else "plain"
+        lines.append(f"  {worst:.3g} away from the {known} run, where {comparison.bound:.3g} is allowed")
+    for distance, owners, _ in sorted(distances, key=lambda entry: entry[1]):
+        state = "differ" if not distance <= comparison.bound else "agree"
+        far = "" if comparison.bits else f" (distance {distance:.3g})"
+        lines.append(f"  rank{'s' if len(owners) > 1 else ''} {', '.join(map(str, sorted(owners)))}: {state}{far}")
+    wrong = next(value for distance, _, value in distances if not distance <= comparison.bound)
+    guesses = _all_guesses(case, references, comparison, wrong)
     lines += [f"  it looks like {text}" for text in guesses[:3]]
-    if not guesses and wrong.size:
-        worst_at = np.unravel_index(int(np.argmax(np.abs(wrong - comparison.truth))), wrong.shape)
-        at = [int(i) for i in worst_at]
-        lines.append(f"  element {at} is {wrong[worst_at]:.9g}, the plain run has {comparison.truth[worst_at]:.9g}")
+    if wrong.numel() and (comparison.bits or not guesses):
+        at = _place(comparison, wrong)
+        plain, sharded = (bits_of(each.reshape(-1)[at]) for each in (comparison.runs[0], wrong))
+        where = [int(i) for i in torch.unravel_index(torch.tensor(at), wrong.shape)]
+        lines.append(f"  element {where}: plain {plain}, sharded {sharded}")
     return "\n".join(lines)
 
 
-def _near(value: np.ndarray, guess: np.ndarray, close: float) -> bool:
-    size = float(np.linalg.norm(guess))
-    return size > 0 and np.isfinite(value).all() and float(np.linalg.norm(value - guess)) <= close * size
+def _place(comparison: Any, wrong: torch.Tensor) -> int:
+    """The first element whose bits differ, or the one that is farthest away."""
+    if comparison.bits:
+        from .judge import first_difference
+
+        return first_difference(comparison.runs[0], wrong) or 0
+    return int((wrong.double() - comparison.truth.double()).abs().nan_to_num(math.inf).argmax())
 
 
-def _factor(subject: Subject, plan: Plan, comparison, wrong: np.ndarray, close: float) -> list[str]:
-    truth = comparison.truth
-    square = float(np.sum(truth * truth))
-    if square == 0.0 or not np.isfinite(wrong).all():
+def bits_of(value: torch.Tensor) -> str:
+    """A number, with its bits if it is a float."""
+    if not value.is_floating_point() or value.dtype == torch.float64:
+        return repr(value.item())
+    number = float(value)
+    return f"{number:.9g} (0x{struct.unpack('<I', struct.pack('<f', number))[0]:08x})"
+
+
+def _all_guesses(case: Any, references: References, comparison: Any, wrong: torch.Tensor) -> list[str]:
+    if not wrong.is_floating_point():
         return []
-    factor = float(np.sum(wrong * truth)) / square
-    if not wrong.any():
+    close, wrong = max(64 * comparison.bound, 1e-6), wrong.double()
+    named = [(text, comparison.pick(guess).double()) for text, guess in _guesses(case, references, comparison)]
+    return [text for text, guess in named if _near(wrong, guess, close)] + _factor(case, comparison, wrong, close)
+
+
+def _near(value: torch.Tensor, guess: torch.Tensor, close: float) -> bool:
+    size = float(guess.norm())
+    return size > 0 and bool(value.isfinite().all()) and float((value - guess).norm()) <= close * size
+
+
+def _factor(case: Any, comparison: Any, wrong: torch.Tensor, close: float) -> list[str]:
+    truth = comparison.truth.double()
+    square = float((truth * truth).sum())
+    if square == 0.0 or not bool(wrong.isfinite().all()):
+        return []
+    factor = float((wrong * truth).sum()) / square
+    if not bool(wrong.any()):
         return ["zero"]
     if abs(factor - 1) < close or not _near(wrong, factor * truth, close):
         return []
-    segment = plan.segments[comparison.segment]
+    segment = case.plan.segments[comparison.segment]
     sizes = {f"the size of {axis}": size for axis, size in segment.mesh.items() if size > 1}
     sizes["the number of ranks"] = segment.ranks
     sizes["the number of microbatches"] = segment.steps[comparison.step].microbatches
@@ -65,36 +91,34 @@ def _factor(subject: Subject, plan: Plan, comparison, wrong: np.ndarray, close: 
     return [f"{factor:.6g} times the plain run's" + (f", which is {known[0]}" if known else "")]
 
 
-def _guesses(subject: Subject, plan: Plan, references: References, comparison):
-    """Values that known mistakes give."""
-    s, t, name = comparison.segment, comparison.step, comparison.name
-    record = references.truth[s][t]
-    if comparison.kind in ("parameter", "full_tensor of"):
-        before = (
-            references.truth[s][t - 1].parameters if t else references.truth[s - 1][-1].parameters if s else references.start
-        )
-        yield "the value before the step", before[name]
+def _guesses(case: Any, references: References, comparison: Any):
+    """Whole tensors that known mistakes give."""
+    s, t = comparison.segment, comparison.step
+    kind, _, name = comparison.name.partition(" of ")
+    record = references.truth(s, t)
+    before = references.truth(s, t - 1) if t else references.truth(s - 1, -1) if s else None
+    if kind in ("parameter", "gathered parameter") and name in references.start:
+        yield "the value before the step", before.values[f"parameter of {name}"] if before else references.start[name]
         if s:
             from .train import SPOIL_STEP
 
             yield "the value before the load", references.start[name] + SPOIL_STEP * (1 + list(references.start).index(name))
-    if comparison.kind != "gradient" or not record.terms:
+    whole = record.values.get(comparison.name)
+    if kind != "gradient" or not record.terms or whole is None:
         return
-    zero = np.zeros_like(comparison.truth)
-    value = lambda term: zero if term.get(name) is None else term[name]
-    pieces = len(record.terms[0])
+    zero, pieces = torch.zeros_like(whole), len(record.terms[0])
+    parts = 1 if case.plan.mode == "canonical" else pieces
+    value = lambda term: zero if term.get(name) is None else term[name] / parts
     by_rank = [sum((value(micro[r]) for micro in record.terms), zero) for r in range(pieces)]
     by_micro = [sum((value(term) for term in micro), zero) for micro in record.terms]
     for r in range(pieces if pieces > 1 else 0):
-        yield f"the mean without the term of data-parallel rank {r}", comparison.truth - by_rank[r]
+        yield f"the mean without the term of data-parallel rank {r}", whole - by_rank[r]
         yield f"the gradient of data-parallel rank {r} alone", by_rank[r] * pieces
         yield f"the term of data-parallel rank {r} alone", by_rank[r]
     for m in range(len(by_micro) if len(by_micro) > 1 else 0):
         yield f"the gradient of microbatch {m} alone", by_micro[m]
-        yield f"the gradient without microbatch {m}", comparison.truth - by_micro[m]
-    if t or s:
-        before = references.truth[s][t - 1] if t else references.truth[s - 1][-1]
-        if before.gradients.get(name) is not None:
-            yield "this step's gradient added to the last one's", comparison.truth + before.gradients[name]
-    if comparison.truth.ndim and comparison.truth.shape[0] > 1:
-        yield "the same rows in reverse order", comparison.truth[::-1]
+        yield f"the gradient without microbatch {m}", whole - by_micro[m]
+    if before and comparison.name in before.values:
+        yield "this step's gradient added to the last one's", whole + before.values[comparison.name]
+    if whole.dim() and whole.shape[0] > 1:
+        yield "the same rows in reverse order", whole.flip(0)

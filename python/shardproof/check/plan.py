@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from dataclasses import dataclass, field
 from typing import Any, Callable, Mapping, Sequence
 
 import torch
+from torch.utils import _pytree
 
 from .draw import Draw
 
+WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+# What is compared of a foreign engine, by the begin of the name.
+COMPARED = ("loss of", "result of", "argument of", "gradient of", "norm of", "parameter of", "gathered", "hooks of")
 CLIPS = (None, (0.05, 2.0), (0.5, 2.0), (1000.0, 2.0), (0.5, 1.0), (0.05, float("inf")))
 OPTIMIZERS: dict[str, tuple[type, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "foreach": False}),
@@ -49,32 +55,113 @@ class Subject:
     """Seconds of silence after which ranks that still wait are taken for hung."""
     name: str = "check"
 
-    @property
-    def data_axes(self) -> list[str]:
-        """Axes along which ranks get different data. Along the others they get the same."""
-        return [axis for axis in self.mesh if axis.startswith("dp")]
+    strict = False
+    """Whether all that a model has and sees is the plain one's, norms are known where nothing is clipped, and parameters that
+    no sample reaches have gradients."""
+
+    def draw_plan(self, draw: Draw) -> Plan:
+        return draw_plan(draw, self)
+
+    def base_of(self, draw: Draw, plan: Plan) -> torch.nn.Module:
+        """The plain model as it is at the start, in the dtype of the plan. It is made once, as ranks may be threads that share
+        torch's generator."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(plan.data)
+            model = call(self.make_model, draw).to(plan.dtype)
+        parameters = dict(model.named_parameters())
+        for name in frozen_names(list(parameters), plan.frozen):
+            parameters[name].requires_grad_(False)
+        return model
+
+    def model_of(self, case: Any) -> torch.nn.Module:
+        """A model as it is at the start."""
+        return copy.deepcopy(case.base)
+
+    def batches(self, case: Any, segment: int, step: int, microbatch: int) -> list[tuple[Any, Any]]:
+        """The pieces of one microbatch, one for each data-parallel rank."""
+        plan, pieces = case.plan, case.plan.segments[segment].data_ranks
+        generator = torch.Generator().manual_seed(((plan.data * 5 + segment) * 5 + step) * 5 + microbatch)
+        given = call(self.make_batch, case.draw, generator=generator, count=plan.samples * pieces)
+        cut = lambda x, r: as_floats(x[r * plan.samples : (r + 1) * plan.samples], plan.dtype)
+        return [tuple(cut(x, r) for x in given) for r in range(pieces)]
+
+    def loss_of(self, model: torch.nn.Module, batch: tuple[Any, Any], dtype: torch.dtype) -> torch.Tensor:
+        """The loss of a batch, in this dtype."""
+        output = model(batch[0])
+        low = output.is_floating_point() and output.dtype != dtype
+        return self.loss(output.to(dtype) if low else output, batch[1])
+
+    def map_tensors(self, value: Any, visit: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        return _pytree.tree_map_only(torch.Tensor, visit, value)
+
+    def lower(self, plan: Plan, model: torch.nn.Module, low: torch.dtype) -> None:
+        """Makes a model whose parameters are in a low precision cast its inputs."""
+        model.register_forward_pre_hook(lambda module, args: self.map_tensors(args, lambda x: as_floats(x, low)))
+
+    def require(self, case: Any, model: torch.nn.Module) -> None:
+        """Throws where the plan does not fit the model."""
+
+    def before_loads(self, plan: Plan, segment: Segment) -> list:
+        """The batches that models train on before they are loaded into."""
+        return []
+
+    def rank_of(self, case: Any, segment: int, comm: Any) -> Any:
+        """What trains a segment on the calling rank."""
+        from .train import ForeignRank
+
+        return ForeignRank(case, segment)
+
+    def compares(self, case: Any, segment: int, rank: int, name: str) -> bool:
+        """Whether a value is compared. Engines differ in whose buffers a checkpoint has, and in the shapes of their state."""
+        if name.startswith("buffer "):
+            alone = all(before.data_ranks == 1 for before in case.plan.segments[:segment])
+            return case.place(segment, rank) == 0 and alone
+        return name.startswith(COMPARED)
 
 
 @dataclass
 class Step:
-    microbatches: int
-    sync_last: bool
-    clip: tuple[float, float] | None
+    microbatches: int = 1
+    every: int = 1
+    """Ranks are synchronized after so many microbatches, and after the last one."""
+    clip: tuple[float, float] | None = None
+    """The largest norm of a gradient, and the kind of norm."""
+    frozen: int = 0
+    """As of `frozen_names`."""
+    lr: float = 1.0
+    """What the learning rate is multiplied by."""
+    eval: bool = False
+    """A forward without a graph comes first."""
+    discard: bool = False
+    """A microbatch whose gradients are thrown away comes first."""
+
+    def synchronizes(self, microbatch: int) -> bool:
+        return (microbatch + 1) % self.every == 0 or microbatch + 1 == self.microbatches
 
 
 @dataclass
 class Segment:
-    """Steps on one mesh. A case of several segments saves at the end of each and loads on the next mesh."""
+    """Steps on one mesh. All segments but the first begin with a load of what was saved last."""
 
     mesh: dict[str, int]
     steps: list[Step]
+    saved: int | None = None
+    """After how many of its steps it saves, None if it does not."""
+    strategy: str = ""
 
     @property
     def ranks(self) -> int:
-        result = 1
-        for size in self.mesh.values():
-            result *= size
-        return result
+        return math.prod(self.mesh.values())
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of microbatches that ranks train on at a time. Along axes that begin with "dp" they are different ones."""
+        return math.prod(size for axis, size in self.mesh.items() if axis.startswith("dp"))
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Neighbours that compute one microbatch together."""
+        return self.ranks // self.data_ranks
 
 
 @dataclass
@@ -82,22 +169,36 @@ class Plan:
     segments: list[Segment]
     options: dict[str, Any]
     optimizer: str
-    dtype: torch.dtype
-    samples: int
-    frozen: int
     data: int
-    checkpoint: str
+    """The seed of the model's values and of what is random besides."""
+    dtype: torch.dtype = torch.float32
+    samples: int = 1
+    frozen: int = 0
+    checkpoint: str = "dcp"
+    mode: str = "fast"
 
     @property
     def precision(self) -> torch.dtype | None:
         """The dtype to compute in, if it is not that of the parameters."""
-        return self.options.get("precision")
+        return self.options.get("precision") or self.options.get("compute")
+
+    @property
+    def asks(self) -> bool:
+        """Whether it asks for what PyTorch may not be able to compute."""
+        return self.precision is not None or self.dtype is not torch.float32 or self.options.get("inputs") == "grad"
+
+
+def as_floats(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor, in the dtype if it has floats."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def draw_plan(draw: Draw, subject: Subject) -> Plan:
     """A random case of the subject."""
     count = draw.integer("segments", 1, 3) if subject.load and draw.flag("load") else 1
     segments = [_draw_segment(draw, subject, i) for i in range(count)]
+    for segment in segments[:-1]:
+        segment.saved = len(segment.steps)
     options = {name: draw.choice(name, list(values)) for name, values in subject.options.items()}
     mixed = options.get("precision") is not None
     return Plan(
@@ -117,56 +218,30 @@ def _draw_segment(draw: Draw, subject: Subject, index: int) -> Segment:
     mesh: dict[str, int] = {}
     room = subject.max_ranks
     for axis, sizes in subject.mesh.items():
-        fitting = [size for size in sizes if size <= room]
-        if not fitting:
-            fitting = [min(sizes)]
-        mesh[axis] = draw.choice(f"{prefix}{axis}", fitting)
+        mesh[axis] = draw.choice(f"{prefix}{axis}", [size for size in sizes if size <= room] or [min(sizes)])
         room //= mesh[axis]
     steps = []
     for s in range(draw.integer(f"{prefix}steps", 1, 3)):
         name = f"{prefix}step{s}."
-        microbatches = draw.integer(name + "microbatches", 1, 3)
-        steps.append(
-            Step(
-                microbatches=microbatches,
-                sync_last=bool(subject.no_sync and microbatches > 1 and draw.flag(name + "no_sync")),
-                clip=draw.choice(name + "clip", subject.clips),
-            )
-        )
+        count = draw.integer(name + "microbatches", 1, 3)
+        every = draw.integer(name + "sync", 1, count) if subject.no_sync else 1
+        steps.append(Step(count, every, draw.choice(name + "clip", subject.clips)))
     return Segment(mesh, steps)
 
 
-def make_optimizer(plan: Plan, parameters, wrap=None):
-    """The optimizer of the plan. `wrap(parameters, class, **settings)` makes a sharded one of it."""
-    kind, settings = OPTIMIZERS[plan.optimizer]
-    parameters = [p for p in parameters if p.requires_grad]
-    return wrap(parameters, kind, **settings) if wrap else kind(parameters, **settings)
+def optimizer_of(text: str) -> tuple[Any, dict[str, Any]]:
+    """The class of a text like "torch.SGD(lr=0.1)" or of a name of the table, and what it is made with. For a rule of the
+    library it is the rule's name."""
+    if text in OPTIMIZERS:
+        return OPTIMIZERS[text]
+    name, rest = text[:-1].split("(", 1)
+    settings = {key: float(value) for key, value in (part.split("=") for part in rest.split(",") if part)}
+    return getattr(torch.optim, name.removeprefix("torch.")) if name.startswith("torch.") else name, settings
 
 
-def freeze(model: torch.nn.Module, frozen: int) -> None:
-    """Bit i of frozen is set: parameters i, i + 3, i + 6, ... do not train. At least one always trains."""
-    parameters = list(model.parameters())
-    for i, parameter in enumerate(parameters):
-        if frozen >> (i % 3) & 1 and i + 1 < len(parameters):
-            parameter.requires_grad_(False)
-
-
-def batch_of(subject: Subject, draw: Draw, plan: Plan, segment: int, step: int, microbatch: int, pieces: int):
-    """The pieces of one microbatch, one for each data-parallel rank."""
-    seed = ((plan.data * 5 + segment) * 5 + step) * 5 + microbatch
-    generator = torch.Generator().manual_seed(seed)
-    inputs, targets = call(subject.make_batch, draw, generator=generator, count=plan.samples * pieces)
-    cut = lambda x, r: _floats(x[r * plan.samples : (r + 1) * plan.samples], plan.dtype)
-    return [(cut(inputs, r), cut(targets, r)) for r in range(pieces)]
-
-
-def base_model(subject: Subject, draw: Draw, plan: Plan) -> torch.nn.Module:
-    """The plain model as it is at the start, in the dtype of the plan."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(plan.data)
-        model = call(subject.make_model, draw).to(plan.dtype)
-    freeze(model, plan.frozen)
-    return model
+def frozen_names(names: Sequence[str], frozen: int) -> set[str]:
+    """Bit i of frozen is set: names i, i + 3, i + 6, ... do not train. At least one always trains."""
+    return {name for i, name in enumerate(names) if frozen >> (i % 3) & 1 and i + 1 < len(names)}
 
 
 def call(function, draw: Draw, *positional, **arguments):
@@ -176,7 +251,3 @@ def call(function, draw: Draw, *positional, **arguments):
     if "draw" in names:
         arguments["draw"] = draw
     return function(*positional, **arguments)
-
-
-def _floats(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any, Callable, Iterable
 
 from .case import Case
 from .crew import ProcessCrew, ThreadCrew
 from .draw import Draw
-from .judge import Verdict
 from .plan import Subject
+from .verdict import Verdict
 
 CONFIRM = 3
+COUNTS = ("compared", "zeros", "loose", "controls", "blind", "narrow")
 
 
 @dataclass
 class Report:
-    """What `check` found."""
+    """What `check` or `verify` found."""
 
-    name: str
+    name: str = "check"
     cases: int = 0
     held: int = 0
     refused: dict[str, int] = field(default_factory=dict)
@@ -31,9 +34,12 @@ class Report:
     loose: int = 0
     controls: int = 0
     blind: int = 0
+    narrow: int = 0
     farthest: float = 0.0
     seconds: float = 0.0
     cpu_seconds: float = 0.0
+    rows: dict[tuple[str, int], int] = field(default_factory=dict)
+    """The cases of each strategy and number of ranks."""
     failures: list["Counterexample"] = field(default_factory=list)
     threads_only: list[Verdict] = field(default_factory=list)
 
@@ -41,14 +47,21 @@ class Report:
     def ok(self) -> bool:
         return not self.failures and self.blind == 0 and self.held > 0
 
+    @property
+    def values(self) -> int:
+        """How many values were compared."""
+        return self.compared
+
     def add(self, verdict: Verdict) -> None:
+        """Counts a case."""
         self.cases += 1
         self.held += verdict.kind == "held"
         self.diverged += verdict.kind == "diverged"
+        self.rows[verdict.row] = self.rows.get(verdict.row, 0) + 1
         for kind, counts in (("refused", self.refused), ("known", self.known)):
             if verdict.kind == kind:
                 counts[verdict.where] = counts.get(verdict.where, 0) + 1
-        for name in ("compared", "zeros", "loose", "controls", "blind"):
+        for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(verdict, name))
         self.cpu_seconds += verdict.seconds
         if verdict.kind == "held":
@@ -62,12 +75,20 @@ class Report:
             f"  {self.compared} values compared, {self.zeros} of them zero, {self.loose} too loose to judge; "
             f"{self.controls} negative controls, {self.blind} of them missed",
             f"  the farthest value was {self.farthest:.2g} times as far from float64 as the plain runs are (8 are allowed)",
-            f"  {self.seconds:.1f} s, {rate:.0f} cases a minute",
         ]
+        lines += [f"  {count} cases of {name} on {ranks} ranks" for (name, ranks), count in sorted(self.rows.items()) if name]
+        if self.diverged:
+            lines.append(f"  {self.diverged} cases diverged, or could not be computed, without sharding, and show nothing")
+        if self.narrow:
+            lines.append(f"  {self.narrow} cases in fast mode were measured from the plain run: it has no kernels in float64")
         lines += [f"  refused {count} times: {why}" for why, count in sorted(self.refused.items())]
         lines += [f"  known {count} times: {why}" for why, count in sorted(self.known.items())]
         lines += [f"  only under the threaded group: {v.kind} {v.where}: {v.line}" for v in self.threads_only]
         lines += [str(failure) for failure in self.failures]
+        counted = self.held + len(self.failures) + sum(self.known.values()) + sum(self.refused.values())
+        says = "ALL HELD" if self.ok and self.held == counted else "FAILED" if self.failures else "HELD"
+        took = f"in {self.seconds:.1f} s ({rate:.0f} cases a minute)"
+        lines.append(f"{says}: {self.held} of {counted} cases held, {took}")
         return "\n".join(lines)
 
 
@@ -89,18 +110,29 @@ class Counterexample:
         return text
 
 
-def crew_of(subject: Subject, ranks: str) -> ThreadCrew | ProcessCrew:
+def crew_of(subject: Any, ranks: str) -> Any:
     """Runs cases of the subject: `run(number, values)`, where values are the choices of an earlier case or None."""
+    if ranks == "here":
+        return subject
     crew = ThreadCrew if ranks == "threads" else ProcessCrew
     return crew(lambda number, values: Case(subject, Draw(*number, values=values)), subject.patience)
 
 
-def run_cases(subject: Subject, cases: int, seed: int, jobs: int, ranks: str, stop_after: int, budget: float | None) -> Report:
-    """Runs random cases until enough have run or enough kinds of failures are known."""
+def run_cases(
+    subject: Any,
+    cases: int | None,
+    seed: int,
+    jobs: int,
+    ranks: str,
+    stop_after: int,
+    budget: float | None,
+    show: Callable[[Report], None] = lambda report: None,
+) -> Report:
+    """Runs random cases until enough have run, of which None is no number, or enough kinds of failures are known."""
     report = Report(subject.name)
     crews = [crew_of(subject, ranks) for _ in range(jobs)]
     start = time.monotonic()
-    numbers = iter(range(cases))
+    numbers = itertools.count() if cases is None else iter(range(cases))
     bad: dict[tuple[str, str], Verdict] = {}
     lock, over = threading.Lock(), threading.Event()
 
@@ -113,8 +145,12 @@ def run_cases(subject: Subject, cases: int, seed: int, jobs: int, ranks: str, st
         try:
             while (number := next_number()) is not None:
                 verdict = crew.run((seed, number), None)
+                if verdict.kind == "plain":
+                    raise verdict.error or RuntimeError(f"the plain model or the comparison failed:\n{verdict.message}")
                 with lock:
                     report.add(verdict)
+                    report.seconds = time.monotonic() - start
+                    show(report)
                     if verdict.bad:
                         bad.setdefault((verdict.kind, verdict.where), verdict)
         except BaseException:
@@ -122,13 +158,7 @@ def run_cases(subject: Subject, cases: int, seed: int, jobs: int, ranks: str, st
             raise
 
     try:
-        with ThreadPoolExecutor(jobs) as pool:
-            try:
-                for future in [pool.submit(work, crew) for crew in crews]:
-                    future.result()
-            finally:  # after an error or an interrupt the cases under way end, and no other begins
-                over.set()
-        report.seconds = time.monotonic() - start
+        _side_by_side([lambda crew=crew: work(crew) for crew in crews], over)
         for verdict in bad.values():
             _examine(subject, verdict, ranks, report)
     finally:
@@ -137,45 +167,69 @@ def run_cases(subject: Subject, cases: int, seed: int, jobs: int, ranks: str, st
     return report
 
 
-def _examine(subject: Subject, verdict: Verdict, ranks: str, report: Report) -> None:
-    """Shrinks a failure, and confirms it on processes: the threaded group is a stand-in with faults of its own."""
-    from .script import script_of
+def _side_by_side(jobs: list[Callable[[], None]], over: threading.Event) -> None:
+    """Runs one job here, and several in threads. After an error or an interrupt they end the cases under way, and begin no
+    other."""
+    if len(jobs) == 1:
+        return jobs[0]()
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        try:
+            for future in [pool.submit(job) for job in jobs]:
+                future.result()
+        finally:
+            over.set()
 
+
+def _examine(subject: Any, verdict: Verdict, ranks: str, report: Report) -> None:
+    """Shrinks a failure, and confirms it on processes: the threaded group is a stand-in with faults of its own."""
     quick = replace(subject, patience=min(subject.patience, 6.0)) if verdict.kind == "hung" else subject
-    shrinker = crew_of(quick, ranks)  # a case that hangs costs the patience
-    try:
-        small = shrink(shrinker, verdict)
-    finally:
-        shrinker.stop()
-    judge = crew_of(subject, "processes")
-    try:
-        for candidate in ([small, verdict] if small.values != verdict.values else [verdict]):
-            again = [judge.run((0, 0), candidate.values) for _ in range(CONFIRM)]
-            same = [v for v in again if v.kind == candidate.kind or v.bad]
-            if same:
-                script = script_of(subject, same[0])
-                report.failures.append(Counterexample(same[0], verdict.line, len(same), CONFIRM, "processes", script))
-                return
-    finally:
-        judge.stop()
+    small = shrink(quick, ranks, verdict)
+    for candidate in [small, verdict] if small.values != verdict.values else [verdict]:
+        again = list(_again(subject, ranks, candidate))
+        same = [v for v in again if v.kind == candidate.kind or v.bad]
+        if same:
+            how = "rank-threads" if ranks == "here" else "processes"
+            script = "" if ranks == "here" else _script(subject, same[0])
+            report.failures.append(Counterexample(same[0], verdict.line, len(same), len(again), how, script))
+            return
     report.threads_only.append(small)
 
 
-def shrink(crew, verdict: Verdict, seconds: float = 60.0) -> Verdict:
+def _again(subject: Any, ranks: str, verdict: Verdict) -> Iterable[Verdict]:
+    """A case that ran here is what it is."""
+    if ranks == "here":
+        yield verdict
+        return
+    judge = crew_of(subject, "processes")
+    try:
+        for _ in range(CONFIRM):
+            yield judge.run((0, 0), verdict.values)
+    finally:
+        judge.stop()
+
+
+def _script(subject: Subject, verdict: Verdict) -> str:
+    from .script import script_of
+
+    return script_of(subject, verdict)
+
+
+def shrink(subject: Any, ranks: str, verdict: Verdict, seconds: float = 60.0) -> Verdict:
     """Makes one choice at a time simpler, as long as the case fails in the same way."""
-    limit = time.monotonic() + seconds
+    crew, limit = crew_of(subject, ranks), time.monotonic() + seconds  # a case that hangs costs the patience
     best = verdict
     improved = True
-    while improved and time.monotonic() < limit:
-        improved = False
-        for name in list(best.values):
-            for index in _simpler(best.values.get(name, 0)):
-                if name == "data" or time.monotonic() > limit:
-                    break
+    try:
+        while improved and time.monotonic() < limit:
+            improved = False
+            for name, index in [(n, i) for n in best.values if n != "data" for i in _simpler(best.values[n])]:
+                if best.values.get(name, 0) <= index or time.monotonic() > limit:
+                    continue
                 candidate = crew.run((0, 0), {**best.values, name: index})
                 if (candidate.kind, candidate.where) == (verdict.kind, verdict.where):
                     best, improved = candidate, True
-                    break
+    finally:
+        crew.stop()
     return best
 
 

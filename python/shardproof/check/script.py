@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import textwrap
 
-from .judge import FACTOR, Verdict
+from .judge import FACTOR
+from .verdict import Verdict
 from .draw import Draw
 from .plan import OPTIMIZERS, Plan, Subject, draw_plan
 from .source import sources
@@ -79,7 +80,7 @@ def train_plain(dtype):
     seen = {{}}
     for s, (mesh, steps) in enumerate(SEGMENTS):
         pieces = math.prod(size for axis, size in mesh.items() if axis.startswith("dp"))
-        for t, (microbatches, sync_last, clip) in enumerate(steps):
+        for t, (microbatches, every, clip) in enumerate(steps):
             for m in range(microbatches):
                 for inputs, targets in batch(s, t, m, pieces, dtype):
                     (loss(model(inputs), targets) / pieces / microbatches).backward()
@@ -114,10 +115,10 @@ def train_rank(rank, s, folder):
         if axis.startswith("dp"):
             position, pieces = position * mesh[axis].size() + coordinate, pieces * mesh[axis].size()
     seen = {{}}
-    for t, (microbatches, sync_last, clip) in enumerate(steps):
+    for t, (microbatches, every, clip) in enumerate(steps):
         for m in range(microbatches):
             inputs, targets = batch(s, t, m, pieces, DTYPE)[position]
-            wait = sync_last and m + 1 < microbatches
+            wait = (m + 1) % every != 0 and m + 1 < microbatches
             if hasattr(module, "set_requires_gradient_sync"):
                 module.set_requires_gradient_sync(not wait)
             with module.no_sync() if wait and hasattr(module, "no_sync") else contextlib.nullcontext():
@@ -258,7 +259,7 @@ def _head(subject: Subject, plan: Plan, verdict: Verdict, imports: list[str]) ->
         "from torch.distributed.device_mesh import init_device_mesh",
         "from torch.distributed.tensor import DTensor",
     ]
-    segments = [(s.mesh, [(x.microbatches, x.sync_last, x.clip) for x in s.steps]) for s in plan.segments]
+    segments = [(s.mesh, [(x.microbatches, x.every, x.clip) for x in s.steps]) for s in plan.segments]
     imports = sorted(set(line for line in imports if line not in needed))
     return HEAD.format(
         title=f"{subject.name}: {verdict.kind} [{verdict.where}]",

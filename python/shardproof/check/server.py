@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 from .crew import ProcessCrew, ThreadCrew
 from .given import PATIENCE, GivenCase, engine_of
-from .judge import Verdict
+from .verdict import Verdict
 
 CREWS = {"threads": ThreadCrew, "processes": ProcessCrew}
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .case import Failure, Trial, failure_of
-from .judge import Verdict
+from .case import Trial
+from .verdict import Failure, Verdict, failure_of
 
 GRACE = 3.0
 

@@ -1,23 +1,21 @@
-"""What one rank does: it shards the model, trains it as the plan says, and keeps what it holds after each step."""
+"""What one rank does: it trains what was sharded as the plan says, and keeps what it has at each step."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from .draw import Draw
-from .plain import WRAPPERS, buffers_are_rank_0s, buffers_of, to_array
-from .plan import OPTIMIZERS, Plan, Subject, base_model, batch_of, call, make_optimizer
+from .assemble import Piece
+from .plain import watch_steps
+from .plan import WRAPPERS, Step, call, optimizer_of
+from .witness import Witness
 
 
 @dataclass
@@ -49,46 +47,119 @@ class Sharded:
     after_build: Any = None
 
 
-@dataclass
-class Piece:
-    """What one rank holds of one tensor."""
+class Rank:
+    """One rank in one segment of a case. A class below says how what was sharded is driven: `load(folder)` and `save(folder)`,
+    `microbatch(m, step)`, a context of one forward and backward, `update(step)`, which gives gradients and their norm and makes
+    the optimizer's step, and `held(last)`, what the rank has after it; `discard(batch)` trains, and forgets the gradients."""
 
-    value: np.ndarray
-    shape: tuple[int, ...]
-    placements: tuple[tuple, ...] = ()
-    mesh: tuple[int, ...] = ()
-    coordinate: tuple[int, ...] = ()
-    group: tuple[int, ...] = ()
-    """The ranks of the mesh that the tensor lies on."""
+    def __init__(self, case: Any, index: int, module: torch.nn.Module) -> None:
+        self.case, self.plan, self.subject, self.index = case, case.plan, case.subject, index
+        self.segment = case.plan.segments[index]
+        self.witness = Witness(module, case.subject, case.plan.dtype, case.plan.options.get("inputs") == "grad")
+        self.place = 0
+        self.records: list[dict[str, Any]] = []
+
+    def run(self, folder: str) -> list[dict[str, Any]]:
+        """All steps of the segment, from the load to the save. What the rank has at each step, by name."""
+        if self.index:
+            self.load(folder)
+        for t, step in enumerate(self.segment.steps):
+            if self.segment.saved == t:
+                self.save(folder)
+            self.records.append(self.step(t, step))
+        if self.segment.saved == len(self.records):
+            self.save(folder)
+        return self.records
+
+    def step(self, t: int, step: Step) -> dict[str, Any]:
+        """One step."""
+        counts = range(step.microbatches)
+        batches = [self.subject.batches(self.case, self.index, t, m)[self.place] for m in counts]
+        seen: dict[str, Any] = {}
+        self.begin(step)
+        if step.eval:
+            with torch.no_grad():
+                seen.update(self.witness.forward("no graph", batches[0])[1])
+        if step.discard:
+            self.discard(batches[0])
+        for m, batch in enumerate(batches):
+            with self.microbatch(m, step):
+                value, results = self.witness.forward(f"microbatch {m}", batch)
+                self.backward(value, step)
+            seen.update({**results, **self.witness.arguments(f"microbatch {m}")})
+        seen.update(self.update(step))
+        return {**seen, **self.held(t + 1 == len(self.segment.steps))}
+
+    def begin(self, step: Step) -> None:
+        """Sets what holds for the step: what is frozen, and the learning rate."""
+
+    def backward(self, value: torch.Tensor, step: Step) -> None:
+        if value.requires_grad:
+            (value / step.microbatches).backward()
 
 
-@dataclass
-class RankStep:
-    loss: float = 0.0
-    losses: list[float] = field(default_factory=list)
-    """Of a case that was given: of each microbatch."""
-    norm: float | None = None
-    gradients: dict[str, Piece | None] = field(default_factory=dict)
-    parameters: dict[str, Piece] = field(default_factory=dict)
-    state: dict[str, dict[str, Piece]] = field(default_factory=dict)
-    """Of a case that was given: slots of the optimizer's state."""
-    seen: dict[tuple[str, str, int], np.ndarray] = field(default_factory=dict)
-    """As of the plain run's StepRecord."""
-    hooks: int = 1
-    """How often the optimizer called what was to be called after its step."""
-    gathered: dict[str, Piece] = field(default_factory=dict)
-    """What `full_tensor` gives after the last step of a segment."""
+class ForeignRank(Rank):
+    """Drives what a function of the user's made of the model. The process group is there already."""
+
+    def __init__(self, case: Any, index: int) -> None:
+        segment, model = case.plan.segments[index], case.make_model()
+        mesh = init_device_mesh("cpu", tuple(segment.mesh.values()), mesh_dim_names=tuple(segment.mesh))
+        if index:
+            spoil(model)
+        made = call(case.subject.parallelize, case.draw, model, mesh, **case.plan.options)
+        self.sharded = made if isinstance(made, Sharded) else Sharded(made)
+        super().__init__(case, index, self.sharded.module)
+        self.place = case.place(index, dist.get_rank())
+        kind, settings = optimizer_of(self.plan.optimizer)
+        trained = [p for p in self.sharded.module.parameters() if p.requires_grad]
+        wrap = self.sharded.wrap_optimizer
+        self.optimizer = wrap(trained, kind, **settings) if wrap else kind(trained, **settings)
+        if self.sharded.after_build:
+            self.optimizer = self.sharded.after_build(self.optimizer) or self.optimizer
+        self.hooks: list[str] = []
+        # One whose class is derived may call the hooks of the class below it as well.
+        derived = isinstance(self.optimizer, kind) and type(self.optimizer) is not kind
+        self.watched = not derived and hasattr(self.optimizer, "register_step_post_hook")
+        if self.watched:
+            watch_steps(self.optimizer, self.hooks)
+        self.witness.watch()
+
+    def microbatch(self, m: int, step: Step) -> Any:
+        return synchronized(self.sharded, m, step.microbatches, wait=not step.synchronizes(m))
+
+    def update(self, step: Step) -> dict[str, Any]:
+        self.hooks.clear()
+        named = self.sharded.gradients() if self.sharded.gradients else grads_of(self.sharded)
+        seen = {f"gradient of {n}": None if g is None else piece_of(g) for n, g in named.items()}
+        if step.clip:
+            seen["norm of the gradient"] = clip_gradients(self.sharded, *step.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {**seen, **({"hooks of the optimizer": list(self.hooks)} if self.watched else {})}
+
+    def held(self, last: bool) -> dict[str, Any]:
+        named = parameters_of(self.sharded)
+        seen: dict[str, Any] = {f"parameter of {n}": piece_of(p) for n, p in named.items()}
+        seen.update({f"buffer {plain_name(n)}": b.detach().clone() for n, b in self.sharded.module.named_buffers()})
+        whole = {n: p.detach() for n, p in named.items() if last and isinstance(p, DTensor)}
+        return {**seen, **{f"gathered parameter of {n}": p.full_tensor().clone() for n, p in whole.items()}}
+
+    def save(self, folder: str) -> None:
+        save(self.sharded.module, self.optimizer, os.path.join(folder, str(self.index)), self.plan.checkpoint)
+
+    def load(self, folder: str) -> None:
+        load(self.sharded.module, self.optimizer, os.path.join(folder, str(self.index - 1)), self.plan.checkpoint)
 
 
 def piece_of(tensor: torch.Tensor) -> Piece:
     """The rank's own part of a tensor, with where it belongs."""
     if not isinstance(tensor, DTensor):
-        return Piece(to_array(tensor), tuple(tensor.shape))
+        return Piece(tensor.detach().clone(), tuple(tensor.shape))
     local = tensor.to_local()
     if hasattr(local, "wait"):
         local = local.wait()
     return Piece(
-        to_array(local),
+        local.detach().clone(),
         tuple(tensor.shape),
         tuple(_placement(p) for p in tensor.placements),
         tuple(tensor.device_mesh.shape),
@@ -109,68 +180,6 @@ def _placement(placement) -> tuple:
     return ("unknown", str(placement))
 
 
-def run_segment(subject: Subject, draw: Draw, plan: Plan, base: torch.nn.Module, index: int, folder: str) -> list[RankStep]:
-    """Runs one segment of the plan on the calling rank. The process group is there already."""
-    segment = plan.segments[index]
-    mesh = init_device_mesh("cpu", tuple(segment.mesh.values()), mesh_dim_names=tuple(segment.mesh))
-    model = copy.deepcopy(base)
-    if index:
-        spoil(model)
-    sharded = call(subject.parallelize, draw, model, mesh, **plan.options)
-    if not isinstance(sharded, Sharded):
-        sharded = Sharded(sharded)
-    optimizer = make_optimizer(plan, sharded.module.parameters(), sharded.wrap_optimizer)
-    if sharded.after_build:
-        optimizer = sharded.after_build(optimizer) or optimizer
-    if index:
-        load(sharded.module, optimizer, os.path.join(folder, str(index - 1)), plan.checkpoint)
-    coordinate = dict(zip(segment.mesh, mesh.get_coordinate()))
-    records = [_step(subject, draw, plan, sharded, optimizer, index, t, coordinate) for t in range(len(segment.steps))]
-    distributed = {n: p.detach() for n, p in parameters_of(sharded).items() if isinstance(p, DTensor)}
-    records[-1].gathered = {n: Piece(to_array(p.full_tensor()), tuple(p.shape)) for n, p in distributed.items()}
-    if index + 1 < len(plan.segments):
-        save(sharded.module, optimizer, os.path.join(folder, str(index)), plan.checkpoint)
-    return records
-
-
-def _step(subject, draw, plan: Plan, sharded: Sharded, optimizer, s: int, t: int, coordinate: dict[str, int]) -> RankStep:
-    segment = plan.segments[s]
-    step = segment.steps[t]
-    position = 0
-    pieces = math.prod(segment.mesh[axis] for axis in subject.data_axes)
-    for axis in subject.data_axes:
-        position = position * segment.mesh[axis] + coordinate[axis]
-    record = RankStep()
-    for m in range(step.microbatches):
-        inputs, targets = batch_of(subject, draw, plan, s, t, m, pieces)[position]
-        with synchronized(sharded, m, step.microbatches, wait=step.sync_last and m + 1 < step.microbatches):
-            output = sharded.module(inputs)
-            whole = output.full_tensor() if isinstance(output, DTensor) else output
-            record.seen["output", f"of microbatch {m}", position] = to_array(whole)
-            loss = subject.loss(_in_dtype(output, plan.dtype), targets) / step.microbatches
-            loss.backward()
-        record.seen["input", f"after microbatch {m}", position] = to_array(inputs)
-        record.loss += float(loss.detach())
-    named = parameters_of(sharded)
-    gradients = sharded.gradients() if sharded.gradients else {n: p.grad for n, p in named.items()}
-    record.gradients = {n: None if g is None else piece_of(g) for n, g in gradients.items()}
-    if step.clip:
-        record.norm = clip_gradients(sharded, *step.clip)
-    calls: list = []
-    kind = OPTIMIZERS[plan.optimizer][0]
-    derived = isinstance(optimizer, kind) and type(optimizer) is not kind  # it may call the hooks of the class below it as well
-    watch = not derived and getattr(optimizer, "register_step_post_hook", lambda _: None)(lambda *_: calls.append(1))
-    optimizer.step()
-    if watch:
-        watch.remove()
-        record.hooks = len(calls)
-    optimizer.zero_grad()
-    if position == 0 and buffers_are_rank_0s(subject, plan, s):
-        record.seen.update((("buffer", name, 0), value) for name, value in buffers_of(sharded.module).items())
-    record.parameters = {n: piece_of(p) for n, p in parameters_of(sharded).items()}
-    return record
-
-
 def clip_gradients(sharded: Sharded, max_norm: float, kind: float) -> float:
     """The norm before clipping."""
     if sharded.clip:
@@ -180,18 +189,21 @@ def clip_gradients(sharded: Sharded, max_norm: float, kind: float) -> float:
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def _in_dtype(output, dtype):
-    return output.to(dtype) if output.dtype != dtype and output.is_floating_point() else output
+def plain_name(name: str) -> str:
+    """A name without what wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def parameters_of(sharded: Sharded) -> dict[str, torch.Tensor]:
     """The parameters by the names that they have in the plain model."""
     if sharded.parameters:
         return sharded.parameters()
-    result = {}
-    for name, parameter in sharded.module.named_parameters(remove_duplicate=False):
-        result[".".join(part for part in name.split(".") if part not in WRAPPERS)] = parameter
-    return result
+    return {plain_name(name): p for name, p in sharded.module.named_parameters(remove_duplicate=False)}
+
+
+def grads_of(sharded: Sharded) -> dict[str, torch.Tensor | None]:
+    """The gradients by those names."""
+    return {name: p.grad for name, p in parameters_of(sharded).items()}
 
 
 SPOIL_STEP = 1.0

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import collections.abc
 import copy
-from typing import Any, Callable, Iterator
+import itertools
+from typing import Any, Iterator
 
 import torch
 from torch import nn
@@ -29,6 +30,8 @@ def leaves(name: str, value: Any, objects: bool = True, around: tuple = ()) -> "
     """
     if isinstance(value, nn.Parameter) and not objects:  # one that an attribute holds besides: it is in shards now
         return
+    if hasattr(value, "full_tensor"):
+        value = value.full_tensor()
     if isinstance(value, torch.Tensor):
         kept = value.detach()
         yield f"kind of {name}", f"{type(value).__name__} {value.dtype} {tuple(value.shape)} grad={value.requires_grad}"
@@ -68,14 +71,16 @@ class Witness:
     ----------
     model : torch.nn.Module
         The model.
-    loss : callable
-        ``loss(model, batch)``.
+    subject
+        What is checked: its loss, and how it finds tensors in a batch.
+    dtype
+        That of the parameters, in which the loss is computed.
     differentiates : bool
         Whether floating tensors of a batch want gradients as well.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable, differentiates: bool = False):
-        self.model, self.loss, self.differentiates = model, loss, differentiates
+    def __init__(self, model: nn.Module, subject: Any, dtype: torch.dtype, differentiates: bool = False):
+        self.model, self.subject, self.dtype, self.differentiates = model, subject, dtype, differentiates
         self.made = _objects(model)
         self.results: list = []
         self.batch: Any = None
@@ -88,15 +93,27 @@ class Witness:
         self.results.clear()
         self.batch = copy.deepcopy(batch)
         if self.differentiates:
-            for tensor in (value for _, value in _tensors("", self.batch) if value.is_floating_point()):
-                tensor.requires_grad_()
-        value = self.loss(self.model, self.batch)
+            for tensor in self.tensors():
+                if tensor.is_floating_point():
+                    tensor.requires_grad_()
+        value = self.subject.loss_of(self.model, self.batch, self.dtype)
         return value, {f"loss of {what}": value.detach().clone(), **dict(leaves(f"result of {what}", list(self.results)))}
 
     def arguments(self, what: str) -> "dict[str, Any]":
         """What has become of the batch, with gradients of its tensors."""
-        gradients = {f"gradient of {n}": t.grad for n, t in _tensors(f"argument of {what}", self.batch) if t.is_leaf}
-        return {**dict(leaves(f"argument of {what}", self.batch)), **{n: g for n, g in gradients.items() if g is not None}}
+        grads = {f"the gradient of argument {i} of {what}": t.grad for i, t in enumerate(self.tensors()) if t.is_leaf}
+        return {**dict(leaves(f"argument of {what}", self.batch)), **{n: g for n, g in grads.items() if g is not None}}
+
+    def buffers(self) -> dict[str, Any]:
+        """Tensors that the model holds besides parameters."""
+        named = self.model.named_buffers(remove_duplicate=False)
+        return dict(itertools.chain(*[leaves(f"buffer {name}", each) for name, each in named]))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those of the batch themselves, where `leaves` gives copies."""
+        found: list[torch.Tensor] = []
+        self.subject.map_tensors(self.batch, lambda tensor: found.append(tensor) or tensor)
+        return found
 
     def state(self) -> "dict[str, Any]":
         """What the model holds besides parameters: buffers, attributes, and which of its objects are others than at first."""
@@ -104,18 +121,14 @@ class Witness:
         now = _objects(self.model)
         seen["names of its parts"] = list(now)
         seen["parts that are other objects now"] = [name for name in now if now[name] is not self.made.get(name)]
-        for name, each in self.model.named_buffers(remove_duplicate=False):
-            seen.update(leaves(f"buffer {name}", each))
+        seen.update(self.buffers())
         for name, module in self.model.named_modules(remove_duplicate=False):
             for key in sorted(key for key in vars(module) if key not in _OWN and not key.startswith("_shardproof")):
                 seen.update(leaves(f"attribute {name}.{key}".replace(" .", " "), vars(module)[key], objects=False))
         return seen
 
-
-def _tensors(name: str, value: Any) -> "list[tuple[str, torch.Tensor]]":
-    """The tensors themselves, where `leaves` gives copies."""
-    from ..units import map_tensors
-
-    found: list = []
-    map_tensors(value, lambda tensor: found.append((f"{name} {len(found)}", tensor)) or tensor)
-    return found
+def in_state_dict(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """A state dict's names, and what it has besides parameters."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    others = [leaves(f"state dict {name}", value) for name, value in state.items() if name not in parameters]
+    return {"names of the state dict": list(state), **dict(itertools.chain(*others))}

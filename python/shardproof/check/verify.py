@@ -1,26 +1,22 @@
-"""`verify`: random cases of a user's own model, the smallest failing one, and the report."""
+"""`verify`: random cases of a user's own model under this library's strategies, and the smallest failing one."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import random
 import sys
-import time
-import traceback
-from typing import Any, Callable, Iterable, Iterator, Optional, Union
+from typing import Any, Callable, Iterable, Optional, Union
 
 import torch
 from torch import nn
 
 from .._C import Error
 from ..sharding import require_hooks
-from ..units import tensors_of
-from .case import MODES, OPTIMIZERS, RULES, STRATEGIES, Case, draw_case, parse_call, parse_case, smaller, without_specified_bits
-from .trained import Differs, Diverged, PlainFailed, Subject, Trainer
+from ..units import as_list, chosen, tensors_of
+from .draw import Draw, parse_line
+from .ours import MODES, OPTIMIZERS, RULES, STRATEGIES, Subject
+from .runner import Counterexample, Report, run_cases
+from .verdict import Verdict
 from .witness import Witness
-
-SHRINK_RUNS_MAX = 80
 
 
 class ProofFailed(AssertionError):
@@ -35,41 +31,6 @@ class ProofFailed(AssertionError):
     def __init__(self, message: str, case: str):
         super().__init__(message)
         self.case = case
-
-
-@dataclasses.dataclass
-class Report:
-    """What `verify` did."""
-
-    cases: int = 0
-    diverged: int = 0
-    values: int = 0
-    seconds: float = 0.0
-    farthest: float = 0.0
-    narrow: int = 0
-    rows: "dict[tuple[str, int], int]" = dataclasses.field(default_factory=dict)
-
-    def add(self, case: Case, verdict: Verdict) -> None:
-        """Counts a case that did not fail."""
-        self.diverged += verdict.kind == "diverged"
-        self.narrow += not verdict.float64
-        self.values += verdict.values
-        self.farthest = max(self.farthest, verdict.farthest)
-        row = (case.strategy, case.world)
-        self.rows[row] = self.rows.get(row, 0) + 1
-
-    def __str__(self) -> str:
-        lines = ["strategy   world  cases  failures"]
-        lines += [f"{name:<10} {world:>5} {count:>6}         0" for (name, world), count in sorted(self.rows.items())]
-        lines.append(f"compared: {self.values} values; fast mode: at most {self.farthest:.2f} times the plain runs' distance")
-        if self.diverged:
-            lines.append(f"{self.diverged} cases diverged, or could not be computed, without sharding, and show nothing")
-        if self.narrow:
-            lines.append(f"{self.narrow} cases in fast mode were measured from the plain run: it has no kernels in float64")
-        rate = self.cases / self.seconds * 60 if self.seconds else 0
-        held = self.cases - self.diverged
-        lines.append(f"ALL HELD: {held} of {held} cases held, in {self.seconds:.1f} s ({rate:.0f} cases a minute)")
-        return "\n".join(lines)
 
 
 def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -100,7 +61,7 @@ def prepare(subject: Subject) -> "list[str]":
         if not isinstance(model, nn.Module):
             raise Error(f"[verify] make_model returned a {type(model).__name__}, and must return a torch.nn.Module")
         require_hooks(model)
-        witness, handles = Witness(model, subject.loss), note_calls(model, called)
+        witness, handles = Witness(model, subject, torch.float32), note_calls(model, called)
         witness.watch()
         torch.manual_seed(stream)
         value, seen = witness.forward("microbatch 0", subject.batch(0))
@@ -146,8 +107,6 @@ def note_calls(model: nn.Module, called: "list[str]") -> list:
 def sets_of_units(called: "list[str]", units: Optional[Iterable[str]], model: nn.Module) -> "list[str]":
     """The sets of units that are drawn: none, the modules of one class, and single ones."""
     if units is not None:
-        from ..units import as_list, chosen
-
         named = [(name, module) for name, module in model.named_modules() if name]
         names = {id(module): name for name, module in named}
         chosen_names = [
@@ -158,73 +117,22 @@ def sets_of_units(called: "list[str]", units: Optional[Iterable[str]], model: nn
     by_class: "dict[str, list[str]]" = {}
     for name in called:
         by_class.setdefault(type(modules[name]).__name__, []).append(name)
-    sets = ["", *["+".join(names) for names in by_class.values()], "+".join(called)]
-    return list(dict.fromkeys(sets))
+    sets = dict.fromkeys(["", *["+".join(names) for names in by_class.values()], "+".join(called)])
+    return sorted(sets, key=lambda names: (names != "", names.count("+")))
 
 
-@dataclasses.dataclass
-class Verdict:
-    """What became of a case.
-
-    kind is one of: held; differs (a value); raised (only when it is sharded); diverged (the plain run is not finite, or cannot
-    be computed as the case asks, so there is nothing to compare); plain (the plain run raised, too: that is the model's own).
-    """
-
-    kind: str
-    detail: str = ""
-    error: Optional[Exception] = None
-    values: int = 0
-    farthest: float = 0.0
-    float64: bool = True
-
-    @property
-    def fails(self) -> bool:
-        return self.kind in ("differs", "raised")
+def draw_of(line: str) -> Draw:
+    """The choices of a line that a report printed, or that somebody wrote. It may raise ValueError."""
+    return Draw(values=parse_line(line))
 
 
-def try_case(subject: Subject, case: Case) -> Verdict:
-    """Runs a case, plain and sharded."""
-    trainer = Trainer(case, subject)
-    try:
-        trainer.run()
-    except Diverged as error:
-        return Verdict("diverged", str(error))
-    except PlainFailed as failed:
-        return Verdict("plain", f"{type(failed.error).__name__}: {failed.error}", failed.error)
-    except Exception as error:  # noqa: B902  whatever a user's model raises only when it is sharded
-        if not trainer.recomputation_is_plain():
-            return Verdict("diverged", "torch.utils.checkpoint trains something else, too", error)
-        if isinstance(error, Differs):
-            return Verdict("differs", str(error), error)
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{last.filename.rsplit('/', 1)[-1]}:{last.lineno}"
-        return Verdict("raised", f"{type(error).__name__}: {error} (at {where})", error)
-    return Verdict("held", "", None, trainer.values, trainer.farthest, trainer.float64)
-
-
-def shrunk(case: Case, why: str, subject: Subject) -> "tuple[Case, str]":
-    """The smallest failing case that simplifying this one leads to, and what is wrong with it."""
-    runs, found = 0, True
-    while found and runs < SHRINK_RUNS_MAX:
-        found = False
-        for candidate in smaller(case):
-            runs += 1
-            verdict = try_case(subject, candidate)
-            if verdict.fails:
-                case, why, found = candidate, verdict.detail, True
-                break
-            if runs >= SHRINK_RUNS_MAX:
-                break
-    return case, why
-
-
-def failure_message(why: str, case: Case, cases: int) -> str:
+def failure_message(verdict: Verdict, cases: int) -> str:
     """What a failure prints."""
     after = f" after {cases} cases" if cases > 1 else ""
     return (
-        f"FAILURE{after}: {why}\n  minimal  {case}"
-        f"\n  replay   shardproof.verify(make_model, make_batch, ..., case={str(case)!r})"
-        f"\n           under pytest: --shardproof-case {str(case)!r}"
+        f"FAILURE{after}: {verdict.message}\n  minimal  {verdict.line}"
+        f"\n  replay   shardproof.verify(make_model, make_batch, ..., case={verdict.line!r})"
+        f"\n           under pytest: --shardproof-case {verdict.line!r}"
     )
 
 
@@ -240,13 +148,10 @@ def require_choices(*, strategies, optimizers, modes: "tuple[str, ...]", ranks_m
         if given is not None and not given:
             raise Error(f"[verify] {what} is empty, so there is nothing to draw. Name one, or leave it out")
     for text in optimizers or ():
-        try:
-            name, settings = parse_call(text)
-        except ValueError:
-            name, settings = "", {}
-        if "lr" not in settings:
+        name = text.split("(")[0]
+        known = hasattr(torch.optim, name.removeprefix("torch.")) if name.startswith("torch.") else name in RULES
+        if "(lr=" not in text and ",lr=" not in text or not text.endswith(")"):
             raise Error(f"[verify] {text!r} is no optimizer with a rate. Write it like {OPTIMIZERS[0]!r} or {OPTIMIZERS[-1]!r}")
-        known = hasattr(torch.optim, name[len("torch.") :]) if name.startswith("torch.") else name in RULES
         if not known:
             raise Error(f"[verify] there is no optimizer {name!r}. There are {', '.join(RULES)}, and torch.NAME of torch.optim")
     if ranks_max < 2:
@@ -255,7 +160,7 @@ def require_choices(*, strategies, optimizers, modes: "tuple[str, ...]", ranks_m
 
 def require_compared(report: Report) -> None:
     """Throws where no case could be compared: nothing that failed is not the same as something that held."""
-    if report.values == 0:
+    if report.compared == 0:
         raise Error(
             f"[verify] of {report.cases} cases {report.diverged} diverged, or could not be computed, without sharding, so "
             "nothing was compared. Choose a smaller learning rate (optimizers), other data, or more cases"
@@ -345,63 +250,56 @@ def verify(
     seed = seed if seed is not None else defaults["seed"] or 0
     case = case if case is not None else defaults["case"]
     numbered = len(inspect.signature(make_batch).parameters) > 0
-    subject = Subject(
-        make_model, make_batch if numbered else lambda _: make_batch(), loss or default_loss, plan, sequence_dim, seed
-    )
     choices = {
-        "strategies": None if strategies is None else list(strategies),
-        "optimizers": None if optimizers is None else list(optimizers),
+        "strategies": STRATEGIES if strategies is None else list(strategies),
+        "optimizers": OPTIMIZERS if optimizers is None else list(optimizers),
         "modes": tuple(modes),
         "ranks_max": ranks_max,
     }
+    batches = make_batch if numbered else lambda _: make_batch()
+    subject = Subject(make_model, batches, loss or default_loss, plan, sequence_dim, seed, **choices)
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     torch.set_num_threads(1)  # more would add in another order
     try:
         require_choices(**choices)
         called = prepare(subject)
         if case is not None:
-            return campaign(subject, iter([parse_case(case)]), shows=False, shrinks=False)
-        sets = sets_of_units(called, units, make_model())
-        fit = (lambda each: each) if is_float32(make_model()) else without_specified_bits
-        draw = lambda rng: fit(draw_case(rng, sets, tensor_parallel=plan is not None, **choices))  # noqa: E731
-        drawn = drawn_cases(seed, cases, minutes, draw)
-        return campaign(subject, drawn, sys.stderr.isatty() if progress is None else progress)
+            report = replayed(subject, case)
+        else:
+            model = make_model()
+            subject.units = sets_of_units(called, units, model)
+            subject.specified = all(parameter.dtype == torch.float32 for parameter in model.parameters())
+            shows = sys.stderr.isatty() if progress is None else progress
+            count, budget = (cases, None) if minutes is None else (None, minutes * 60)
+            report = run_cases(subject, count, seed, 1, "here", 1, budget, show if shows else lambda report: None)
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(state)
-
-
-def is_float32(model: nn.Module) -> bool:
-    """Whether cases of any kind can be compared in bits."""
-    return all(parameter.dtype == torch.float32 for parameter in model.parameters())
-
-
-def drawn_cases(seed: int, cases: int, minutes: Optional[float], draw: Callable[[random.Random], Case]) -> "Iterator[Case]":
-    """So many random cases, or for so long."""
-    rng, start, number = random.Random(seed), time.monotonic(), 0
-    while number < cases if minutes is None else time.monotonic() - start < minutes * 60:
-        number += 1
-        yield draw(rng)
-
-
-def campaign(subject: Subject, cases: "Iterator[Case]", shows: bool, shrinks: bool = True) -> Report:
-    """Tries cases until one fails."""
-    report, start = Report(), time.monotonic()
-    for case in cases:
-        report.cases += 1
-        verdict = try_case(subject, case)
-        if verdict.kind == "plain":
-            verdict.error.add_note(f"shardproof.verify: the plain model raises this without sharding, in the case {case}")
-            raise verdict.error
-        if verdict.fails:
-            smallest, why = shrunk(case, verdict.detail, subject) if shrinks else (case, verdict.detail)
-            raise ProofFailed(failure_message(why, smallest, report.cases), str(smallest))
-        report.add(case, verdict)
-        report.seconds = time.monotonic() - start
-        if shows:
-            rate = report.cases / report.seconds * 60
-            print(f"\r{report.cases} cases, {rate:.0f} a minute, 0 failures", end="", file=sys.stderr)
-    if shows:
-        print("\r\033[K", end="", file=sys.stderr)
+    if report.failures:
+        verdict = report.failures[0].verdict
+        raise ProofFailed(failure_message(verdict, report.cases), verdict.line) from verdict.error
     require_compared(report)
+    if report.blind:
+        raise AssertionError("the comparison did not notice a planted error; this is a bug of shardproof.verify")
     return report
+
+
+def replayed(subject: Subject, line: str) -> Report:
+    """The report on one case."""
+    report = Report(subject.name)
+    try:
+        verdict = subject.tried(draw_of(line))
+    except ValueError as error:
+        raise Error(f"[verify] this is no case: {line!r}: {error}. Copy the whole line after 'replay' of a report") from None
+    report.add(verdict)
+    if verdict.kind == "plain":
+        raise verdict.error
+    if verdict.bad:
+        report.failures.append(Counterexample(verdict, verdict.line, 1, 1, "rank-threads"))
+    return report
+
+
+def show(report: Report) -> None:
+    """Shows on a terminal how far a run is."""
+    rate = report.cases / report.seconds * 60
+    print(f"\r\033[K{report.cases} cases, {rate:.0f} a minute, 0 failures\r", end="", file=sys.stderr)
