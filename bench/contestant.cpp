@@ -162,10 +162,10 @@ ShardOptions options_of(const Task& task) {
   ShardOptions options{.strategy = strategy(task.strategy),
                        .units = by_type<BlockImpl>(),
                        .buffers = Buffers::pooled,
-                       .gather = task.contestant == "side_by_side" ? Gather::side_by_side : Gather::copied,
                        .numerics = Numerics::fast,
                        .broadcast_initial_values = false};
   set_options(options, task.sharding);
+  options.gather = task.contestant == "side_by_side" ? Gather::side_by_side : Gather::copied;
   if (task.device.is_meta()) {
     options.device = task.device;
     options.initialize = [](const std::string&, const Shape&, Interval, at::Tensor) {};

@@ -26,7 +26,7 @@ schedule = "cosine"
 warmup = 2
 clip = 0.5
 shuffle = true
-offload = false
+set = ["offload=pinned", "bucket_count=2"]
 check = true
 mesh = "dp_shard=3"
 global-batch = 18

@@ -52,6 +52,16 @@ class TrainPrecision(TrainingRuns):
             self.assertEqual(self.losses(lines), plain)
             self.assertIn(", delayed_gradient_bytes_max=", output.splitlines()[0])
 
+    def test_options_of_fully_shard_keep_the_bits_and_those_of_sums_are_refused(self):
+        plain = self.losses(self.train("--check")[1])
+        for texts in (("keep_whole_numel_max=300", "bucket_count=2"), ("alignment_bytes=64", "publish=at_first_use")):
+            code, lines, output, errors = self.train("--check", *(word for text in texts for word in ("--set", text)))
+            self.assertEqual(code, 0, output + errors)
+            self.assertEqual(self.losses(lines), plain)
+        for text in ("numerics=ordered", "gradient_divide=3", "divide=before", "divide_by_tokens=true",
+                     "reduce_replicas_every_microbatch=true"):
+            self.expect_refused("train decides how sums", "--set", text)
+
     def test_a_pattern_of_recomputed_modules_that_fits_none_is_refused(self):
         self.expect_refused("--recompute=nothing.* fits no module", "--recompute=nothing.*")
 

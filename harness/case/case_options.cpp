@@ -17,12 +17,13 @@ std::vector<OptionRow> rows_of_fully_shard() {
   std::vector<OptionRow> rows;
   for (const NamedOption& option : named_options()) {
     if (option.drawn.empty()) continue;
+    const bool is_flag = option.kind == NamedOption::Kind::flag, is_whole = option.kind == NamedOption::Kind::whole;
     rows.push_back({option.name,
                     nullptr,
-                    option.words,
+                    is_flag ? std::vector<std::string>{"false", "true"} : option.words,
                     {option.drawn.begin(), option.drawn.end()},
                     option.often,
-                    static_cast<int64_t>(option.standard()),
+                    static_cast<int64_t>(is_whole ? option.least : option.standard()),  // the least of numbers is simplest
                     /*draws_apart=*/true,
                     number_of(option)});
   }
@@ -44,7 +45,7 @@ std::vector<OptionRow> rows_of_cases() {
       {"loss", &O::loss, {"mean", "sum", "tokens"}, {loss_sum, loss_tokens}, 0.45, loss_sum},
       {"divide",
        &O::divide,
-       {"after", "before", "split", "collective"},
+       {"after", "before", "split", "in_collective"},
        {divide_before, divide_split, divide_collective},
        0.2,
        0},
@@ -100,7 +101,9 @@ std::vector<int64_t> standard_sharding() {
 }
 
 int64_t CaseOptions::of(const std::string& name) const {
-  return sharding.at(number_of(named_option(name)));
+  const NamedOption& option = named_option(name);
+  SHARD_REQUIRE(!option.drawn.empty(), "case", "{} is no option of a case", name);
+  return sharding.at(number_of(option));
 }
 
 bool CaseOptions::has(const std::string& name, const std::string& value) const {

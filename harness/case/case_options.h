@@ -17,7 +17,7 @@ enum Dividing : int64_t { divide_after, divide_before, divide_split, divide_coll
 enum Dtype : int64_t { fp32, bf16, fp16 };
 enum Schedule : int64_t { schedule_constant, schedule_cosine, schedule_linear };
 
-// The defaults of named_options().
+// The defaults of those of named_options() that random cases draw, and 0 for the others, which no case has.
 std::vector<int64_t> standard_sharding();
 
 struct CaseOptions {
@@ -55,7 +55,7 @@ struct CaseOptions {
   int64_t ema = 0;                 // averages of parameters are kept, with a decay of so many percent; 0: none
   std::vector<int64_t> sharding = standard_sharding();  // the values of named_options()
 
-  // Of an option of fully_shard. Both throw Error where there is none of this name, or no such value.
+  // Of an option of fully_shard that cases have. They throw Error where there is none of this name, or no such value.
   int64_t of(const std::string& name) const;
   bool has(const std::string& name, const std::string& value) const;
   void set(const std::string& name, const std::string& value);

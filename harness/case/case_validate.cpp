@@ -34,7 +34,7 @@ void validate(const golden::Optimizer& o) {
 void validate_order(const Case& c, const shardproof::Strategy& strategy, const shardproof::Mesh& mesh) {
   const bool every_time = c.options.of("reduce_replicas_every_microbatch") != 0;
   const shardproof::Strategy row = every_time ? shardproof::reducing_replicas_every_time(strategy) : strategy;
-  const std::string name = row.name + (every_time ? " with replicas_each=1" : "");
+  const std::string name = row.name + (every_time ? " with reduce_replicas_every_microbatch=true" : "");
   SHARD_REQUIRE(can_sum_on(row, mesh), "case",
                 "mesh '{}': {} sums gradients along both axes at once, which begins with dp_replicate there, and splits them "
                 "along dp_shard first. Let dp_replicate come first",
@@ -125,7 +125,7 @@ void validate_options(const Case& c) {
   SHARD_REQUIRE(applied.bucket_bytes_max == 0 || applied.bucket_count == 0, "case",
                 "give bucket_bytes_max or bucket_count, not both");
   for (const auto& [strategy, mesh] : {std::pair{shardproof::strategy(c.strategy), shardproof::data_parallel_mesh(c.mesh)},
-                                      std::pair{unit_strategy(c), unit_mesh(c)}}) {
+                                       std::pair{unit_strategy(c), unit_mesh(c)}}) {
     const int64_t split = mesh.has(axes::dp_shard) ? mesh.size(axes::dp_shard) : 1;
     SHARD_REQUIRE(o.reshard <= 1 || split % o.reshard == 0, "case", "reshard={} must divide dp_shard x cp={}", o.reshard,
                   split);
@@ -139,11 +139,12 @@ void validate_options(const Case& c) {
   SHARD_REQUIRE(o.loss != loss_tokens || o.divide == divide_after, "case",
                 "loss=tokens divides after the sum; leave out divide");
   const auto power = [](int64_t ranks) { return std::has_single_bit(static_cast<uint64_t>(ranks)); };
-  SHARD_REQUIRE(o.divide != divide_collective || (o.loss == loss_mean && c.context_ranks() == 1 && o.reduce != fp16 &&
-                                                  power(c.shards()) && power(c.replicas())),
-                "case",
-                "divide=collective averages over the ranks of each group: it needs loss=mean, no cp, and, to be exact, groups "
-                "of 1, 2, 4, 8, ... ranks and no reduce=fp16");
+  SHARD_REQUIRE(
+      o.divide != divide_collective ||
+          (o.loss == loss_mean && c.context_ranks() == 1 && o.reduce != fp16 && power(c.shards()) && power(c.replicas())),
+      "case",
+      "divide=in_collective averages over the ranks of each group: it needs loss=mean, no cp, and, to be exact, groups "
+      "of 1, 2, 4, 8, ... ranks and no reduce=fp16");
   SHARD_REQUIRE(o.loss_scale == 0 || c.mode == Mode::ordered, "case", "scale needs the mode ordered");
   SHARD_REQUIRE(o.ema < 100, "case", "ema={} is a decay in percent, below 100", o.ema);
   SHARD_REQUIRE(o.within == 0 || c.model.of_tokens(), "case", "within is about modules of a gpt or a llama");
@@ -198,8 +199,8 @@ void validate_mode(const Case& c) {
   SHARD_REQUIRE(o.lora == 0, "case",
                 "exact needs sums that are exact in any order, and those of adapters are not; leave out lora");
   using golden::Activation;
-  const bool linear = c.model.kind == Kind::mlp && (c.model.mlp.activation == Activation::identity ||
-                                                     c.model.mlp.activation == Activation::relu);
+  const bool linear = c.model.kind == Kind::mlp &&
+                      (c.model.mlp.activation == Activation::identity || c.model.mlp.activation == Activation::relu);
   const bool powers = c.optimizer.kind == golden::Optimizer::Kind::sgd || c.optimizer.kind == golden::Optimizer::Kind::adamw;
   SHARD_REQUIRE(
       linear && powers && c.steps.size() == 1 && !c.steps[0].discard && o.divide == divide_after && o.loss != loss_tokens,

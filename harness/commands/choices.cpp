@@ -78,7 +78,16 @@ void add_sharding_options(CLI::App& app, std::vector<std::string>& texts) {
   app.add_option("--set", texts,
                  fmt::format("an option of fully_shard as name=value; may be repeated. docs/options.md has them: {}",
                              fmt::join(names, ", ")))
-      ->take_all();
+      ->take_all()
+      ->check([](const std::string& text) -> std::string {
+        try {
+          shardproof::ShardOptions options;
+          shardproof::set_options(options, {text});
+        } catch (const shardproof::Error& error) {
+          return error.what();
+        }
+        return {};
+      });
 }
 
 std::string table_of_sharding_options() {

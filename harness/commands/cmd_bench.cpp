@@ -65,8 +65,9 @@ bool is_peer(const std::string& contestant) {
 
 // What the last line says of a mesh.
 std::string with_of(const bench::Task& task) {
-  return fmt::format("{}{}", task.sequence_parallel ? " with sequence parallelism" : "",
-                     task.overlap_pieces > 1 ? fmt::format(", products in {} pieces", task.overlap_pieces) : "");
+  return fmt::format("{}{}{}{}", task.sequence_parallel ? " with sequence parallelism" : "",
+                     task.overlap_pieces > 1 ? fmt::format(", products in {} pieces", task.overlap_pieces) : "",
+                     task.sharding.empty() ? "" : ", ", fmt::join(task.sharding, ", "));
 }
 
 json spec_of(const Arguments& a, const std::string& contestant) {

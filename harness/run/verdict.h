@@ -49,7 +49,7 @@ struct Verdict {
 Verdict held_verdict();
 Verdict verdict_on(const std::exception& error);
 
-// Whether both failed in the same way: the same value, property or error.
+// Whether both failed in the same way: the same value (a norm is another than a gradient), property or error.
 bool fails_alike(const Verdict& one, const Verdict& other);
 
 }  // namespace harness

@@ -49,9 +49,12 @@ void require_valid(const TrainOptions& options, const Case& c, const TrainingDat
                 "--mesh {} has more ranks than can be run as threads; use at most {}", options.mesh.str(),
                 shardproof::kThreadsWorldMax);
   SHARD_REQUIRE(options.steps >= 1, "train", "--steps must be at least 1, got {}", options.steps);
-  SHARD_REQUIRE(options.clip_norm >= 0, "train", "--clip must not be negative, got {}; 0 does not clip",
-                options.clip_norm);
+  SHARD_REQUIRE(options.clip_norm >= 0, "train", "--clip must not be negative, got {}; 0 does not clip", options.clip_norm);
   validate(options.schedule);
+  for (const std::string& text : options.sharding)
+    for (const char* own : {"numerics", "gradient_divide", "divide", "divide_by_tokens", "reduce_replicas_every_microbatch"})
+      SHARD_REQUIRE(text.substr(0, text.find('=')) != own, "train",
+                    "--set {}: train decides how sums are taken and divided; --canonical is its choice", text);
   SHARD_REQUIRE(options.validate_every >= 0 && options.validation_sequences_max >= 0, "train",
                 "--validate-every and --validation-sequences must not be negative, got {} and {}", options.validate_every,
                 options.validation_sequences_max);
@@ -136,8 +139,12 @@ TrainStep summary(const std::vector<RankStep>& ranks, const Copies& copies, cons
                    .tokens = rule.global_batch() * data.sequence_length(),
                    .stopped = ranks[0].stopped,
                    .data_checksum = checksum(data, rule, step)};
-  const auto trained = [](const RankStep& rank) -> const auto& { return rank.losses; };
-  const auto validated = [](const RankStep& rank) -> const auto& { return rank.validation_losses; };
+  const auto trained = [](const RankStep& rank) -> const auto& {
+    return rank.losses;
+  };
+  const auto validated = [](const RankStep& rank) -> const auto& {
+    return rank.validation_losses;
+  };
   const std::vector<const RankStep*> ones = one_of_each(ranks, copies, rule.ranks());
   result.loss = sum_of(ones, rule.rounds(), trained);
   if (!ranks[0].validation_losses.empty())

@@ -50,6 +50,11 @@ TEST(NamedOptions, a_text_says_every_value) {
   set_options(options, {"bucket_bytes_max=64KiB", "bytes_in_flight_max=1GiB", "gradient_magnitude_max=inf"});
   EXPECT_EQ(options.bucket_bytes_max, 65536);
   EXPECT_EQ(options.bytes_in_flight_max, 1 << 30);
+  const int64_t most = std::numeric_limits<int64_t>::max();
+  options.keep_whole_numel_max = most;  // as a user says that there is no limit
+  ShardOptions copy;
+  named_option("keep_whole_numel_max").set(copy, named_option("keep_whole_numel_max").get(options));
+  EXPECT_EQ(copy.keep_whole_numel_max, most);
 }
 
 TEST(NamedOptions, what_is_no_option_and_no_value_says_what_is) {

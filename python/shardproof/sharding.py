@@ -196,7 +196,8 @@ def _named_options_of(function: Callable) -> None:
         lines += [f"    {name} : {values}, default {standard!r}", textwrap.indent(textwrap.fill(about, 112), " " * 8)]
     fixed = [each for each in given.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     function.__signature__ = given.replace(parameters=fixed + own)
-    function.__doc__ = function.__doc__.replace("{options}", "\n".join(lines))
+    if function.__doc__:  # python -OO keeps none
+        function.__doc__ = function.__doc__.replace("{options}", "\n".join(lines))
 
 
 _named_options_of(fully_shard)

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <limits>
 #include <map>
 
 #include "shardproof/base/check.h"
@@ -20,10 +21,12 @@ NamedOption checked(NamedOption option) {
   option.set = [option, set = option.set](ShardOptions& options, double value) {
     const bool is_word = option.kind == Kind::word, is_flag = option.kind == Kind::flag;
     const double most = is_word ? static_cast<double>(option.words.size() - 1) : is_flag ? 1 : INFINITY;
-    SHARD_REQUIRE(
-        value >= option.least && value <= most, "fully_shard", "{} must be {}, got {:g}", option.name,
-        is_word ? fmt::format("one of {}", fmt::join(option.words, ", ")) : fmt::format("at least {:g}", option.least), value);
-    SHARD_REQUIRE(option.kind == Kind::number || (value == std::floor(value) && value <= 0x1p53), "fully_shard",
+    SHARD_REQUIRE(value >= option.least && value <= most, "fully_shard", "{} must be {}, got {:g}", option.name,
+                  is_word   ? fmt::format("one of {}", fmt::join(option.words, ", "))
+                  : is_flag ? "0 or 1"
+                            : fmt::format("at least {:g}", option.least),
+                  value);
+    SHARD_REQUIRE(option.kind == Kind::number || value == std::floor(value), "fully_shard",
                   "{} must be a whole number, got {:g}", option.name, value);
     set(options, value);
   };
@@ -39,7 +42,13 @@ class Row {
     if constexpr (std::is_same_v<Value, double>) option_.kind = Kind::number;
     if constexpr (std::is_enum_v<Value>) option_.kind = Kind::word;
     option_.get = [member](const ShardOptions& options) { return static_cast<double>(options.*member); };
-    option_.set = [member](ShardOptions& options, double value) { options.*member = static_cast<Value>(value); };
+    // A number that 64 bits do not hold is as good as the largest.
+    option_.set = [member](ShardOptions& options, double value) {
+      if constexpr (std::is_same_v<Value, int64_t>)
+        options.*member = value >= 0x1p63 ? std::numeric_limits<int64_t>::max() : static_cast<int64_t>(value);
+      else
+        options.*member = static_cast<Value>(value);
+    };
   }
   Row&& words(std::vector<std::string> words) && { return option_.words = std::move(words), std::move(*this); }
   Row&& least(double least) && { return option_.least = least, std::move(*this); }
@@ -92,8 +101,8 @@ std::vector<NamedOption> all_options() {
           "does. The model's own parameters cannot be read in between.")
           .words({"in_step", "at_first_use"})
           .drawn({1}, 0.3),
-      Row("prefetch_forward", &O::prefetch_forward, "How many units ahead are gathered in a forward.").drawn({1, 2, 3}, 0.3),
-      Row("prefetch_backward", &O::prefetch_backward, "How many units ahead are gathered in a backward.").drawn({1, 2, 3}, 0.3),
+      Row("prefetch_forward", &O::prefetch_forward, "How many units ahead are gathered in a forward.").drawn({1, 2, 3}, 0.5),
+      Row("prefetch_backward", &O::prefetch_backward, "How many units ahead are gathered in a backward.").drawn({1, 2, 3}, 0.5),
       Row("bytes_in_flight_max", &O::bytes_in_flight_max,
           "No gather ahead and no further reduction starts while more bytes than this are in flight. 0: gathers have no limit, "
           "and reductions that of two of the largest buckets.")
@@ -114,7 +123,8 @@ std::vector<NamedOption> all_options() {
           .drawn({1}),
       Row("check_gradients", &O::check_gradients,
           "Whether a NaN or an infinity in a gradient is an error that names rank, step and parameter."),
-      Row("gradient_magnitude_max", &O::gradient_magnitude_max, "A larger magnitude in a gradient is such an error, too."),
+      Row("gradient_magnitude_max", &O::gradient_magnitude_max,
+          "A larger magnitude in a gradient is such an error, too. It is above 0."),
       Row("broadcast_initial_values", &O::broadcast_initial_values, "Whether rank 0's values become everybody's."),
   };
 }
@@ -131,7 +141,7 @@ double unit_of(const std::string& text) {
 std::string NamedOption::text(double value) const {
   if (kind == Kind::word) return words.at(static_cast<size_t>(value));
   if (kind == Kind::flag) return value != 0 ? "true" : "false";
-  return kind == Kind::whole ? fmt::format("{}", static_cast<int64_t>(value)) : fmt::format("{}", value);
+  return kind == Kind::whole ? fmt::format("{:.0f}", value) : fmt::format("{}", value);
 }
 
 double NamedOption::value(const std::string& text) const {

@@ -156,11 +156,6 @@ std::string said(const Strategy& s) {
                      s.accumulated.str(), s.state.str(), s.between ? s.between->str() : "open");
 }
 
-template <class Choice>
-std::string chosen(Choice choice, std::initializer_list<const char*> names) {
-  return names.begin()[static_cast<size_t>(choice)];
-}
-
 std::string said(const UnitPlan& plan) {
   const UnitOptions& o = plan.options;
   std::string text = fmt::format("modules {}", fmt::join(plan.names, " "));
@@ -186,23 +181,9 @@ Facts facts_of(const torch::nn::Module& root, const UnitPlans& plans, const Shar
   Facts facts = torch_facts();
   facts.insert(facts.end(),
                {{"mesh", mesh.str()}, {"option strategy", said(o.strategy)}, {"option precision", said(o.precision)}});
-  const auto add = [&](const std::string& name, const auto& value) {
-    facts.emplace_back("option " + name, fmt::format("{}", value));
-  };
-  add("bucket_bytes_max", o.bucket_bytes_max), add("bucket_count", o.bucket_count), add("alignment_bytes", o.alignment_bytes);
-  add("bucket_multiple", o.bucket_multiple), add("keep_whole_numel_max", o.keep_whole_numel_max);
-  add("granularity", chosen(o.granularity, {"element", "tensor"})), add("buffers", chosen(o.buffers, {"freed", "pooled"}));
-  add("gather", chosen(o.gather, {"copied", "side_by_side"}));
-  add("offload", chosen(o.offload, {"none", "pinned", "pageable"}));
-  add("publish", chosen(o.publish, {"in_step", "at_first_use"}));
-  add("numerics", chosen(o.numerics, {"ordered", "canonical", "fast"}));
-  add("divide", chosen(o.divide, {"after", "before", "split", "in_collective"}));
-  add("gradient_divide", o.gradient_divide), add("divide_by_tokens", o.divide_by_tokens);
-  add("reshard_after_forward", said(o.reshard_after_forward)), add("reshard_after_backward", o.reshard_after_backward);
-  add("prefetch_forward", o.prefetch_forward), add("prefetch_backward", o.prefetch_backward);
-  add("bytes_in_flight_max", o.bytes_in_flight_max), add("delayed_gradient_bytes_max", o.delayed_gradient_bytes_max);
-  add("reduce_replicas_every_microbatch", o.reduce_replicas_every_microbatch), add("check_gradients", o.check_gradients);
-  add("gradient_magnitude_max", o.gradient_magnitude_max), add("broadcast_initial_values", o.broadcast_initial_values);
+  const auto add = [&](const std::string& name, const std::string& value) { facts.emplace_back("option " + name, value); };
+  for (const NamedOption& option : named_options()) add(option.name, option.text(option.get(o)));
+  add("reshard_after_forward", said(o.reshard_after_forward));
   add("initialize", o.initialize ? "given" : "not given");
   if (!failure.empty()) facts.emplace_back("failure", failure);
   std::vector<std::string> units;

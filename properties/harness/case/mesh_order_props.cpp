@@ -117,7 +117,8 @@ TEST(MeshOrder, what_needs_replicas_outside_of_shards_is_refused) {
   }
   c.mode = Mode::fast;
   c.strategy = "hfsdp";
-  expect_error([&] { validate(c); }, {"dp_shard=2,dp_replicate=2", "hfsdp with replicas_each=1", "dp_replicate come first"});
+  expect_error([&] { validate(c); },
+               {"dp_shard=2,dp_replicate=2", "hfsdp with reduce_replicas_every_microbatch=true", "dp_replicate come first"});
 }
 
 TEST(MeshOrder, cases_that_are_drawn_on_a_mesh_of_another_order_suit_it) {
