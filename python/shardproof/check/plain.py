@@ -75,7 +75,8 @@ def references(case: Any) -> References:
     subject.require(case, runs[0].model)
     with plainly(plan):
         runs += [PlainRun(case, flavour) for flavour in flavours[1:]]
-    found = References([], {name: p.detach().clone() for name, p in runs[0].named.items()})
+    every = runs[0].model.named_parameters(remove_duplicate=False)  # a tied one has several names
+    found = References([], {name: p.detach().clone() for name, p in every})
     saved: list[dict] = []
     for s, segment in enumerate(plan.segments):
         for run, state in zip(runs, saved):
