@@ -37,7 +37,7 @@ validation-data = ["{self.write('x', b'abcdefgh')}", "{self.write('y', b'abcdefg
         self.assertIn("EQUAL in every bit", from_file[2])
         as_options = self.train(
             "--lr", "0.004", "--schedule", "cosine", "--warmup", "2", "--clip", "2", "--shuffle", "--check", "--mesh",
-            "dp_shard=1", "--global-batch", "18", "--validation-data",
+            "dp_shard=1", "--global-batch", "18", "--set", "offload=pinned", "--set", "bucket_count=2", "--validation-data",
             *(os.path.join(self.folder, "data", name) for name in "xy"))
         self.assertEqual(as_options[0], 0, as_options[3])
 

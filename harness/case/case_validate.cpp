@@ -300,6 +300,8 @@ void validate(const Case& c) {
   for (const OptionRow& row : option_rows()) {
     const int64_t value = row.of(c.options);
     SHARD_REQUIRE(value >= 0, "case", "{}={} must not be negative", row.key, value);
+    const double least = row.member ? 0 : shardproof::named_options()[row.number].least;
+    SHARD_REQUIRE(static_cast<double>(value) >= least, "case", "{}={} must be at least {:g}", row.key, value, least);
   }
   validate_adapters(c);
   validate(c.optimizer);

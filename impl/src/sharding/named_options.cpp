@@ -16,16 +16,13 @@ namespace {
 
 using Kind = NamedOption::Kind;
 
-// With a `set` that refuses what is no value.
+// With a `set` that refuses what is no value. Whether a number is large enough is for fully_shard, which says it on all ranks.
 NamedOption checked(NamedOption option) {
   option.set = [option, set = option.set](ShardOptions& options, double value) {
     const bool is_word = option.kind == Kind::word, is_flag = option.kind == Kind::flag;
-    const double most = is_word ? static_cast<double>(option.words.size() - 1) : is_flag ? 1 : INFINITY;
-    SHARD_REQUIRE(value >= option.least && value <= most, "fully_shard", "{} must be {}, got {:g}", option.name,
-                  is_word   ? fmt::format("one of {}", fmt::join(option.words, ", "))
-                  : is_flag ? "0 or 1"
-                            : fmt::format("at least {:g}", option.least),
-                  value);
+    const double most = is_word ? static_cast<double>(option.words.size() - 1) : 1;
+    SHARD_REQUIRE(!(is_word || is_flag) || (value >= 0 && value <= most), "fully_shard", "{} must be {}, got {:g}", option.name,
+                  is_flag ? "0 or 1" : fmt::format("one of {}", fmt::join(option.words, ", ")), value);
     SHARD_REQUIRE(option.kind == Kind::number || value == std::floor(value), "fully_shard",
                   "{} must be a whole number, got {:g}", option.name, value);
     set(options, value);
@@ -158,6 +155,7 @@ double NamedOption::value(const std::string& text) const {
   const double unit = has_bytes || rest == end ? unit_of({rest, end}) : 0;
   SHARD_REQUIRE(error == std::errc() && unit > 0, "fully_shard", "{} must be a number{}, got '{}'", name,
                 has_bytes ? ", as 4096 or 64MiB" : "", text);
+  SHARD_REQUIRE(number * unit >= least, "fully_shard", "{} must be at least {:g}, got {}", name, least, text);
   return number * unit;
 }
 

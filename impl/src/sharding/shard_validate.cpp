@@ -21,8 +21,9 @@ constexpr int64_t kBucketMultipleMax = int64_t{1} << 30;
 }  // namespace
 
 void validate(const ShardOptions& options, const Mesh& mesh) {
-  ShardOptions copy;
-  for (const NamedOption& option : named_options()) option.set(copy, option.get(options));
+  for (const NamedOption& option : named_options())
+    SHARD_REQUIRE(option.get(options) >= option.least, "fully_shard", "{} must be at least {:g}, got {:g}", option.name,
+                  option.least, option.get(options));
   SHARD_REQUIRE(options.bucket_multiple <= kBucketMultipleMax, "fully_shard", "bucket_multiple must be at most {}, got {}",
                 kBucketMultipleMax, options.bucket_multiple);
   const int64_t alignment = options.alignment_bytes;
