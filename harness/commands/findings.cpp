@@ -124,7 +124,8 @@ void Findings::add_failure(const Case& c, const Shrunk& shrunk, int64_t cases) {
       interrupted_ || !may_explain(shrunk.verdict) ? Explanation{} : explain(minimal, ranks_of(options_));
   const nlohmann::json picture = draws ? to_json(picture_of(minimal, shrunk.verdict.step)) : nlohmann::json();
   nlohmann::json replicas;  // null where the run ends in an error, and of engines, which have no check
-  if (draws && shrunk.verdict.step >= 0) replicas = {{"minimal", replicas_json(minimal)}, {"original", replicas_json(c)}};
+  if (draws && shrunk.verdict.outcome != Verdict::Outcome::error)
+    replicas = {{"minimal", replicas_json(minimal)}, {"original", replicas_json(c)}};
   const std::string kind = shrunk.verdict.kind();
   database_.store(minimal, shrunk.verdict.str());
   const std::lock_guard lock(mutex_);

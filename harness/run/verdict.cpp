@@ -7,26 +7,11 @@
 namespace harness {
 namespace {
 
+// In the order of Outcome.
+constexpr const char* kNames[] = {"held", "values", "property", "schedule", "control", "error", "crash", "diverged"};
+
 const char* name_of(Verdict::Outcome outcome) {
-  switch (outcome) {
-    case Verdict::Outcome::held:
-      return "held";
-    case Verdict::Outcome::values:
-      return "values";
-    case Verdict::Outcome::property:
-      return "property";
-    case Verdict::Outcome::schedule:
-      return "schedule";
-    case Verdict::Outcome::control:
-      return "control";
-    case Verdict::Outcome::error:
-      return "error";
-    case Verdict::Outcome::crash:
-      return "crash";
-    case Verdict::Outcome::diverged:
-      return "diverged";
-  }
-  return "";
+  return kNames[static_cast<size_t>(outcome)];
 }
 
 }  // namespace

@@ -11,10 +11,10 @@ Case train_case(const TrainOptions& options, const Stretch& stretch) {
   c.options.overlap_pieces = options.overlap_pieces;
   c.options.arithmetic = options.model.canonical;
   c.options.compute = options.bf16 ? bf16 : fp32;
-  for (const std::string& text : options.sharding) {
-    const std::string name = text.substr(0, text.find('='));
-    if (!shardproof::named_option(name).drawn.empty()) c.options.set(name, text.substr(name.size() + 1));
-  }
+  shardproof::ShardOptions named;
+  set_options(named, options.sharding);
+  for (const shardproof::NamedOption& option : shardproof::named_options())
+    if (!option.drawn.empty()) c.options.set(option.name, option.text(option.get(named)));
   return c;
 }
 

@@ -6,21 +6,20 @@ import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Callable, Iterable
 
 from .case import Case
 from .crew import ProcessCrew, ThreadCrew
 from .draw import Draw
 from .plan import Subject
-from .verdict import Verdict
+from .verdict import Counts, Verdict
 
 CONFIRM = 3
-COUNTS = ("compared", "zeros", "loose", "controls", "blind", "narrow")
 
 
 @dataclass
-class Report:
+class Report(Counts):
     """What `check` or `verify` found."""
 
     name: str = "check"
@@ -29,12 +28,6 @@ class Report:
     refused: dict[str, int] = field(default_factory=dict)
     known: dict[str, int] = field(default_factory=dict)
     diverged: int = 0
-    compared: int = 0
-    zeros: int = 0
-    loose: int = 0
-    controls: int = 0
-    blind: int = 0
-    narrow: int = 0
     farthest: float = 0.0
     seconds: float = 0.0
     cpu_seconds: float = 0.0
@@ -61,7 +54,7 @@ class Report:
         for kind, counts in (("refused", self.refused), ("known", self.known)):
             if verdict.kind == kind:
                 counts[verdict.where] = counts.get(verdict.where, 0) + 1
-        for name in COUNTS:
+        for name in (each.name for each in fields(Counts)):
             setattr(self, name, getattr(self, name) + getattr(verdict, name))
         self.cpu_seconds += verdict.seconds
         if verdict.kind == "held":

@@ -9,8 +9,21 @@ from dataclasses import dataclass, field
 FOLLOWS = r"SystemExit|Connection closed by peer|Connection reset by peer|Broken pipe|Timed out waiting"
 
 
+@dataclass(kw_only=True)
+class Counts:
+    """What was compared, of one case or of all."""
+
+    compared: int = 0
+    zeros: int = 0
+    loose: int = 0
+    controls: int = 0
+    blind: int = 0
+    narrow: int = 0
+    """1 for each case whose distances were measured from the plain run, which has no kernels in float64."""
+
+
 @dataclass
-class Verdict:
+class Verdict(Counts):
     """How a case ended.
 
     kind is one of: held; differs (a value); raised (only when it is sharded); hung; crashed; refused (the engine said that it
@@ -23,13 +36,6 @@ class Verdict:
     line: str = ""
     message: str = ""
     where: str = ""
-    compared: int = 0
-    zeros: int = 0
-    loose: int = 0
-    controls: int = 0
-    blind: int = 0
-    narrow: int = 0
-    """1 if distances were measured from the plain run, which has no kernels in float64."""
     farthest: float = 0.0
     traces: dict[int, str] = field(default_factory=dict)
     values: dict[str, int] = field(default_factory=dict)

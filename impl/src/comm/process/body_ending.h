@@ -22,7 +22,7 @@ struct Ending {
   enum Kind : int64_t { well, error, non_finite, failed_check, invariant };
   int64_t failed = 0, relayed = 0, kind = well;
   char origin[500] = {};
-  char text[3000] = {};
+  char text[3500] = {};
 };
 
 // What it threw; null for nothing. A WorldLostError goes on: nobody is left to be told.
