@@ -124,6 +124,8 @@ void validate_options(const Case& c) {
                 alignment);
   SHARD_REQUIRE(applied.bucket_bytes_max == 0 || applied.bucket_count == 0, "case",
                 "give bucket_bytes_max or bucket_count, not both");
+  SHARD_REQUIRE(!o.has("granularity", "row") || o.has("gather", "copied"), "case",
+                "granularity=row leaves no parameter in one piece in memory that ranks share; leave out gather=side_by_side");
   for (const auto& [strategy, mesh] : {std::pair{shardproof::strategy(c.strategy), shardproof::data_parallel_mesh(c.mesh)},
                                        std::pair{unit_strategy(c), unit_mesh(c)}}) {
     const int64_t split = mesh.has(axes::dp_shard) ? mesh.size(axes::dp_shard) : 1;

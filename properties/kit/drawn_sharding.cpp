@@ -15,6 +15,11 @@ Strategy drawn_row() {
   return rows[*rc::gen::inRange<size_t>(0, rows.size())];
 }
 
+const char* granularity_name(Granularity granularity) {
+  constexpr const char* kNames[] = {"element", "tensor", "row"};
+  return kNames[static_cast<size_t>(granularity)];
+}
+
 UnitOptions options_of(const DrawnSharding& d, const std::string& unit) {
   UnitOptions own;
   if (unit.empty()) return own;
@@ -28,9 +33,9 @@ UnitOptions options_of(const DrawnSharding& d, const std::string& unit) {
 
 std::string DrawnSharding::str() const {
   return fmt::format(
-      "{} {} ({} in blocks{}) on {}: {} heads, {} of keys, tied {}, sequence {}, aligned to {}, buckets of {} bytes, {}",
+      "{} {} ({} in blocks{}) on {}: {} heads, {} of keys, tied {}, sequence {}, aligned to {}, buckets of {} bytes, cut by {}",
       llama ? "llama" : "gpt", row.name, row_of_blocks.name, blocks_on_one_axis ? ", on one axis" : "", mesh.str(), heads,
-      kv_heads, tied, sequence, alignment, bucket_bytes_max, granularity == Granularity::tensor ? "whole tensors" : "elements");
+      kv_heads, tied, sequence, alignment, bucket_bytes_max, granularity_name(granularity));
 }
 
 DrawnModel DrawnSharding::make() const {
@@ -84,7 +89,7 @@ DrawnSharding drawn_sharding() {
   d.row_of_blocks = d.blocks_on_one_axis ? strategy("zero1") : drawn_row();
   d.alignment = *rc::gen::element<int64_t>(64, 128, 512);
   d.bucket_bytes_max = *rc::gen::element<int64_t>(0, 200, 2000);
-  d.granularity = *rc::gen::element(Granularity::element, Granularity::tensor);
+  d.granularity = *rc::gen::element(Granularity::element, Granularity::tensor, Granularity::row);
   return d;
 }
 

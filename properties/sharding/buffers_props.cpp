@@ -86,7 +86,7 @@ TEST(MegatronParity, buckets_are_padded_to_a_multiple_that_is_asked_for_and_no_b
 TEST(MegatronParity, shards_of_the_optimizer_cover_every_parameter_once) {
   for (const Mesh& mesh : {ranks(1), ranks(3), grid(2, 2), grid(3, 1)})
     for (const Strategy& row : strategies())
-      for (const Granularity granularity : {Granularity::element, Granularity::tensor}) {
+      for (const Granularity granularity : {Granularity::element, Granularity::tensor, Granularity::row}) {
         if (row.axes.size() == 2 && !mesh.has("dp_replicate")) continue;
         std::vector<std::vector<Piece>> held(mesh.size());
         on_mesh(mesh, [&](std::shared_ptr<MeshComm> comms) {
@@ -109,6 +109,10 @@ TEST(MegatronParity, shards_of_the_optimizer_cover_every_parameter_once) {
             if (granularity == Granularity::tensor) {
               EXPECT_EQ(piece.run.size(), numel(piece.shape))
                   << row.name << " on '" << mesh.str() << "': " << piece.name << " whole";
+            } else if (granularity == Granularity::row) {
+              const int64_t elements = numel(piece.shape) / piece.shape[0];
+              EXPECT_TRUE(piece.run.begin % elements == 0 && piece.run.end % elements == 0)
+                  << row.name << " on '" << mesh.str() << "': " << piece.name << " by rows";
             }
           }
         EXPECT_EQ(times.size(), 8u);

@@ -278,6 +278,9 @@ def test_layouts_are_those_that_were_asked_for():
     assert a.keys().isdisjoint(b) and {**a, **b} == whole
     (a, memory), (b, _) = pieces(granularity="element")
     assert not a.keys().isdisjoint(b) and all(a.get(n, 0) + b.get(n, 0) == size for n, size in whole.items())
+    (a, _), (b, _) = pieces(granularity="row")
+    chunks = {name: [part.numel() for part in p.chunk(2)] for name, p in Net(width=16).named_parameters()}
+    assert all([rank[name] for rank in (a, b) if name in rank] == sizes for name, sizes in chunks.items())
     (_, ahead), _ = pieces(prefetch_forward=3, prefetch_backward=3)
     (_, pooled), _ = pieces(prefetch_forward=3, prefetch_backward=3, buffers="pooled")  # two buffers, so one gather ahead
     assert memory["gathered"][1] < pooled["gathered"][1] < ahead["gathered"][1]

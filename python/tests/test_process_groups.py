@@ -28,6 +28,10 @@ def test_a_script_of_fsdp2_needs_another_import_and_another_optimizer():
     run_ranks(SCRIPT, 2, ["fsdp"])
 
 
+def test_with_rows_a_rank_holds_the_local_tensors_of_fsdp2():
+    run_ranks(SCRIPT, 3, ["rows"])
+
+
 def test_a_device_mesh_of_two_dimensions_is_hsdp():
     run_ranks(SCRIPT, 4, ["hsdp_mesh"])
 

@@ -75,7 +75,7 @@ BucketGradient::BucketGradient(const BucketContext& context)
   // Where the whole gradient stays on the rank until the last microbatch, all buckets' are there at once. So each has memory of
   // its own, which every rank asks for here, in one order. Elsewhere gradients come and go, in an order of each rank's own.
   // A bucket that is frozen now has none, even if it is thawed later.
-  if (layout_.reduce().empty() && views_.front().requires_grad())
+  if (layout_.reduce().empty() && views_.front().requires_grad() && !layout_.is_interleaved())
     own_ = Reduction::own_memory(*comms_, *memory_, layout_.reduce_last(), rules_.reduction, layout_.numel());
 }
 
@@ -125,9 +125,12 @@ void BucketGradient::add_gradient(int64_t index, const at::Tensor& given) {
 void BucketGradient::begin_producing() {
   if (state_ == GradientState::produced) return;
   enter(GradientState::produced);
-  produced_ = own_.defined() ? own_ : memory_->allocate(MemoryKind::gradient, layout_.numel(), produced_dtype(reduces_));
+  produced_ = own_.defined() ? own_ : memory_->allocate(MemoryKind::gradient, layout_.compute_numel(), produced_dtype(reduces_));
   stream_ = current_stream(produced_.device());
-  for (const Interval& padding : layout_.whole().padding) part_of(produced_, padding.begin, {padding.size()}).zero_();
+  if (layout_.is_interleaved())
+    produced_.zero_();
+  else
+    for (const Interval& padding : layout_.whole().padding) part_of(produced_, padding.begin, {padding.size()}).zero_();
   holds_.assign(holds_.size(), false);
   suspicious_ = false;
 }
@@ -183,13 +186,14 @@ void BucketGradient::start_reduce(bool last, const std::string& where) {
   }
   where_ = where;
   const bool look_in_sum = suspicious_ && leaves_it_to_the_sum();
-  if (suspicious_ && rules_.check_gradients && !look_in_sum) check_terms(produced_);
+  if (suspicious_ && rules_.check_gradients && !look_in_sum) check_terms(produced_, /*in_bucket=*/false);
   last_ = last;
   const std::vector<Stage>& path = layout_.reduce().empty() && last ? layout_.reduce_last() : layout_.reduce();
   if (layout_.reduce().empty() && !last) {
     holds_.assign(holds_.size(), true);
     return;
   }
+  produced_ = packed(produced_);
   occasion_ = occasion(fmt::format("reduction {}{}{}", ++reductions_, last ? ", the last," : "", frozen));
   const CallLabel label(label_, occasion_);
   if (path.empty() && rules_.divide_before != 1) divide_by(produced_, rules_.divide_before);
@@ -237,7 +241,7 @@ void BucketGradient::end_sum(bool checks) {
   const at::Tensor suspects = reduction_->take_suspects();
   if (!suspects.defined() || !checks) return;
   try {
-    check_terms(suspects);
+    check_terms(suspects, /*in_bucket=*/true);
   } catch (...) {
     reduction_.reset();
     enter(GradientState::accumulated);
@@ -328,7 +332,7 @@ void BucketGradient::zero_gradients() {
   fixed_.reset();
 }
 
-void BucketGradient::check_terms(const at::Tensor& terms) const {
+void BucketGradient::check_terms(const at::Tensor& terms, bool in_bucket) const {
   SHARD_REQUIRE(unrepresentable_.empty(), "gradient",
                 "{}: the gradient of {} has an element that is NaN, infinite or not below {}, as this rank alone computed it. "
                 "Fixed-point sums over the ranks cannot hold it: look at the loss and the data of this rank, or scale the loss "
@@ -336,14 +340,16 @@ void BucketGradient::check_terms(const at::Tensor& terms) const {
                 where_, unrepresentable_, produced_max(rules_, layout_, comms_->mesh()));
   // One answer for the whole bucket, whose padding is zero, so that a device is waited for once.
   if (first_beyond(terms, rules_.gradient_magnitude_max) == terms.numel()) return;
-  for (const BucketParameter& member : layout_.members()) {
-    const at::Tensor values = terms.narrow(0, member.offset, member.numel);
+  for (const Segment& segment : layout_.whole().segments) {
+    const BucketParameter& member = layout_.members()[static_cast<size_t>(segment.member)];
+    const int64_t begin = in_bucket ? segment.local : member.offset + segment.run.begin;
+    const at::Tensor values = terms.narrow(0, begin, segment.run.size());
     const int64_t bad = first_beyond(values, rules_.gradient_magnitude_max);
-    if (bad < member.numel)
+    if (bad < values.numel())
       throw NonFiniteError(
           fmt::format("[gradient] {}: the gradient of {} is {} at element {} of {}, as this rank alone computed it. "
                       "Look at the loss and the data of this rank, or lower the learning rate",
-                      where_, member.name, element_of(values, bad), bad, member.numel));
+                      where_, member.name, element_of(values, bad), segment.run.begin + bad, member.numel));
   }
 }
 

@@ -91,7 +91,7 @@ class BucketGradient : private BucketPart {
   void begin_producing();
   at::Tensor produced(int64_t member) const;  // its part of produced_
   void take(int64_t member, const at::Tensor& gradient);
-  void check_terms(const at::Tensor& terms) const;
+  void check_terms(const at::Tensor& terms, bool in_bucket) const;  // otherwise they lie as units compute
   void end_sum(bool checks);
   // Whether the first sum of this backward looks for bad terms. Then nobody looks at them before it.
   bool leaves_it_to_the_sum() const { return reduces_ && sums_find_bad_terms_; }

@@ -1,5 +1,7 @@
 #include "sharding/bucket_layout.h"
 
+#include <ATen/ATen.h>
+
 #include <algorithm>
 #include <numeric>
 
@@ -31,7 +33,8 @@ void require_movable(const CollectiveStep& collective, const Strategy& strategy,
 
 BucketLayout::BucketLayout(std::vector<BucketParameter> members, const Strategy& strategy, const Mesh& mesh, int64_t rank,
                            int64_t alignment_elements, Granularity granularity, int64_t bucket_multiple)
-    : mesh_(mesh), rank_(rank), members_(std::move(members)) {
+    : mesh_(mesh), rank_(rank), members_(std::move(members)), by_offset_(members_.size()) {
+  std::iota(by_offset_.begin(), by_offset_.end(), size_t{0});
   for (const Layout* layout :
        {&strategy.parameter, &strategy.compute, &strategy.produced, &strategy.accumulated, &strategy.state})
     SHARD_REQUIRE(layout->dims.empty(), "strategy", "{} splits a dim of its buckets in {}; name the axes in `flat` instead",
@@ -44,8 +47,10 @@ BucketLayout::BucketLayout(std::vector<BucketParameter> members, const Strategy&
   for (const std::string& axis : strategy.produced.partial)  // a sum over ranks that keep the same part has a slice for each
     if (!is_cut_by(strategy.state, axis)) multiple = std::lcm(multiple, cuts * mesh.size(axis));
   if (strategy.between) multiple = std::lcm(multiple, chunks(*strategy.between, mesh));
-  place(alignment_elements, cuts, multiple, granularity);
-  numel_ = std::max(multiple, round_up(numel_, multiple));
+  if (granularity == Granularity::row && cuts > 1)
+    place_rows(alignment_elements, strategy, cuts, multiple);
+  else
+    place(alignment_elements, cuts, multiple, granularity);
 
   whole_ = view(strategy.compute, mesh, rank);
   parameter_ = view(strategy.parameter, mesh, rank);
@@ -71,16 +76,28 @@ BucketLayout::BucketLayout(std::vector<BucketParameter> members, const Strategy&
   reduce_last_ = sum_path(strategy.accumulated, strategy.state, mesh, rank);
 }
 
-void BucketLayout::place(int64_t alignment, int64_t cuts, int64_t multiple, Granularity granularity) {
-  by_offset_.resize(members_.size());
-  std::iota(by_offset_.begin(), by_offset_.end(), size_t{0});
-  if (granularity == Granularity::element || cuts == 1) {
-    for (BucketParameter& member : members_) {
-      member.offset = round_up(numel_, alignment);
-      numel_ = member.offset + member.room;
-    }
-    return;
+int64_t BucketLayout::place_in_order(int64_t alignment) {
+  int64_t end = 0;
+  for (BucketParameter& member : members_) {
+    member.offset = round_up(end, alignment);
+    end = member.offset + member.room;
   }
+  return end;
+}
+
+void BucketLayout::place(int64_t alignment, int64_t cuts, int64_t multiple, Granularity granularity) {
+  if (granularity == Granularity::tensor && cuts > 1)
+    numel_ = cuts * place_whole(alignment, cuts, multiple);
+  else
+    numel_ = place_in_order(alignment);
+  numel_ = std::max(multiple, round_up(numel_, multiple));
+  compute_numel_ = numel_;
+  for (const size_t i : by_offset_)
+    if (members_[i].numel > 0) placed_.push_back({static_cast<int64_t>(i), {0, members_[i].numel}, members_[i].offset});
+}
+
+// Returns the size of a chunk.
+int64_t BucketLayout::place_whole(int64_t alignment, int64_t cuts, int64_t multiple) {
   // Whole parameters into `cuts` equal chunks: the largest first, each where there is most room.
   std::stable_sort(by_offset_.begin(), by_offset_.end(),
                    [&](size_t a, size_t b) { return members_[a].room > members_[b].room; });
@@ -96,7 +113,86 @@ void BucketLayout::place(int64_t alignment, int64_t cuts, int64_t multiple, Gran
   for (size_t i = 0; i < members_.size(); ++i) members_[i].offset += static_cast<int64_t>(chunk_of[i]) * chunk;
   std::stable_sort(by_offset_.begin(), by_offset_.end(),
                    [&](size_t a, size_t b) { return members_[a].offset < members_[b].offset; });
+  return chunk;
+}
+
+void BucketLayout::place_rows(int64_t alignment, const Strategy& strategy, int64_t cuts, int64_t multiple) {
+  is_interleaved_ = true;
+  compute_numel_ = std::max<int64_t>(1, place_in_order(alignment));
+  // The rows of each chunk: cut along the axes of the state, the outermost first, as `owned` cuts a dim.
+  const auto rows_of = [&](int64_t chunk, int64_t rows) {
+    Interval part{0, rows};
+    int64_t left = cuts;
+    for (const Split& split : strategy.state.flat) {
+      const int64_t parts = mesh_.size(split.axis);
+      left /= parts;
+      const Interval inner = piece(split, part.size(), parts, chunk / left % parts);
+      part = {part.begin + inner.begin, part.begin + inner.end};
+    }
+    return part;
+  };
+  std::vector<std::vector<Segment>> segments(static_cast<size_t>(cuts));
+  int64_t longest = 0;
+  for (int64_t c = 0; c < cuts; ++c) {
+    int64_t end = 0;
+    for (size_t i = 0; i < members_.size(); ++i) {
+      const BucketParameter& member = members_[i];
+      const int64_t rows = member.shape.empty() ? 1 : member.shape[0], row = rows == 0 ? 0 : member.numel / rows;
+      const Interval own = rows_of(c, rows);
+      if (own.size() * row == 0) continue;
+      const int64_t begin = round_up(end, alignment);
+      segments[static_cast<size_t>(c)].push_back({static_cast<int64_t>(i), {own.begin * row, own.end * row}, begin});
+      end = begin + own.size() * row;
+    }
+    longest = std::max(longest, end);
+  }
+  const int64_t chunk = std::max(multiple / cuts, round_up(longest, std::lcm(alignment, multiple / cuts)));
   numel_ = cuts * chunk;
+  for (int64_t c = 0; c < cuts; ++c)
+    for (Segment& segment : segments[static_cast<size_t>(c)]) {
+      segment.local += c * chunk;
+      placed_.push_back(segment);
+      add_to_blocks(segment);
+    }
+}
+
+void BucketLayout::add_to_blocks(const Segment& segment) {
+  const int64_t compute = members_[static_cast<size_t>(segment.member)].offset + segment.run.begin;
+  const int64_t size = segment.run.size();
+  for (Block& block : blocks_) {
+    if (block.size != size || block.compute + block.times * size != compute) continue;
+    const int64_t stride = (segment.local - block.bucket) / block.times;
+    if (stride * block.times != segment.local - block.bucket || (block.times > 1 && stride != block.stride)) continue;
+    block.stride = stride;
+    ++block.times;
+    return;
+  }
+  blocks_.push_back({compute, segment.local, size});
+}
+
+void BucketLayout::each_block(const at::Tensor& compute, const at::Tensor& bucket,
+                              const std::function<void(const at::Tensor&, const at::Tensor&)>& visit) const {
+  SHARD_CHECK(compute.numel() == compute_numel_ && bucket.numel() == numel_, "bucket",
+              "buffers of {} and {} elements, expected {} and {}", compute.numel(), bucket.numel(), compute_numel_, numel_);
+  for (const Block& block : blocks_)
+    visit(compute.as_strided({block.times, block.size}, {block.size, 1}, compute.storage_offset() + block.compute),
+          bucket.as_strided({block.times, block.size}, {block.stride, 1}, bucket.storage_offset() + block.bucket));
+}
+
+void BucketLayout::pack(const at::Tensor& compute, const at::Tensor& bucket) const {
+  each_block(compute, bucket, [](const at::Tensor& from, const at::Tensor& to) { at::Tensor(to).copy_(from); });
+}
+
+void BucketLayout::unpack(const at::Tensor& bucket, const at::Tensor& compute) const {
+  each_block(compute, bucket, [](const at::Tensor& to, const at::Tensor& from) { at::Tensor(to).copy_(from); });
+}
+
+Placement BucketLayout::placement(const BucketParameter& member, const LocalView& view) const {
+  if (!is_interleaved()) return {mesh_, in_bucket(member.own.layout.dims, view.layout, {member.offset, numel_})};
+  Layout layout{member.own.layout.dims, {}, view.layout.partial};
+  for (const Split& split : view.layout.flat)
+    layout = member.shape.empty() ? split_flat(std::move(layout), split) : split_dim(std::move(layout), 0, split);
+  return {mesh_, std::move(layout)};
 }
 
 std::vector<Stage> BucketLayout::sum_path(Layout from, const Layout& to, const Mesh& mesh, int64_t rank) const {
@@ -131,14 +227,13 @@ LocalView BucketLayout::view(const Layout& layout, const Mesh& mesh, int64_t ran
   LocalView view{layout, {}, {}, {}};
   if (!boxes.empty()) view.interval = boxes[0][0];
   int64_t filled = view.interval.begin;
-  for (const size_t i : by_offset_) {
-    const BucketParameter& member = members_[i];
-    const int64_t begin = std::max(view.interval.begin, member.offset);
-    const int64_t end = std::min(view.interval.end, member.offset + member.numel);
+  for (const Segment& placed : placed_) {
+    const int64_t begin = std::max(view.interval.begin, placed.local);
+    const int64_t end = std::min(view.interval.end, placed.local + placed.run.size());
     if (begin >= end) continue;
     if (filled < begin) view.padding.push_back({filled - view.interval.begin, begin - view.interval.begin});
-    view.segments.push_back(
-        {static_cast<int64_t>(i), {begin - member.offset, end - member.offset}, begin - view.interval.begin});
+    const int64_t first = placed.run.begin - placed.local;  // of the member, if it lay here in one piece
+    view.segments.push_back({placed.member, {first + begin, first + end}, begin - view.interval.begin});
     filled = end;
   }
   if (filled < view.interval.end) view.padding.push_back({filled - view.interval.begin, view.size()});
@@ -147,13 +242,14 @@ LocalView BucketLayout::view(const Layout& layout, const Mesh& mesh, int64_t ran
 
 std::vector<Shard> BucketLayout::shards(const LocalView& view, const at::Tensor& local) const {
   SHARD_CHECK(local.numel() == view.size(), "bucket", "a buffer of {} elements for a view of {}", local.numel(), view.size());
+  std::vector<std::vector<at::Tensor>> parts(members_.size());
+  for (const Segment& segment : view.segments)
+    parts[static_cast<size_t>(segment.member)].push_back(local.narrow(0, segment.local, segment.run.size()));
   std::vector<Shard> shards;
   for (const size_t i : by_offset_) {
     const BucketParameter& member = members_[i];
-    const int64_t begin = std::clamp(member.offset, view.interval.begin, view.interval.end);
-    const int64_t end = std::clamp(member.offset + member.numel, begin, view.interval.end);
-    shards.push_back(
-        {member.name, member.whole, placement(member, view), local.narrow(0, begin - view.interval.begin, end - begin)});
+    const at::Tensor data = parts[i].empty() ? local.narrow(0, 0, 0) : parts[i].size() == 1 ? parts[i][0] : at::cat(parts[i]);
+    shards.push_back({member.name, member.whole, placement(member, view), data});
   }
   return shards;
 }

@@ -1,9 +1,17 @@
 // Where the parameters of one bucket lie, and which part of the bucket each of a strategy's layouts gives this rank.
 // Offsets do not depend on the mesh, unless parameters must lie whole on a rank; only the zero padding does. They are the same
 // on every rank, also where tensor parallelism leaves the ranks parts of different sizes: then the largest ones decide.
+//
+// A bucket is what collectives move, and its even parts are what ranks hold. Units compute in another buffer, in which each
+// parameter lies in one piece. The two are the same memory unless parameters are cut by rows (Granularity::row): then a bucket
+// has the first rows of all parameters, which are rank 0's, then the next ones of all:
+//
+//   compute   a0 a1 a2 b0 b1 b2
+//   bucket    a0 b0 | a1 b1 | a2 b2
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -19,7 +27,7 @@ namespace shardproof {
 struct BucketParameter {
   std::string name;
   Shape shape;
-  int64_t offset = 0;  // in elements
+  int64_t offset = 0;  // in the buffer that units compute in, in elements
   int64_t numel = 0;
   int64_t room = 0;    // of the longest part along that axis: what lies behind it has one offset on all of its ranks
   Shape whole;         // shape of the whole parameter
@@ -27,7 +35,7 @@ struct BucketParameter {
   bool is_cut() const { return own.layout != replicated(); }
 };
 
-// The part of one member that lies in a local interval.
+// A part of one member that lies in a local interval. A member has several where rows are interleaved.
 struct Segment {
   int64_t member = 0;
   Interval run;      // of the parameter's row-major elements
@@ -58,6 +66,12 @@ class BucketLayout {
 
   const std::vector<BucketParameter>& members() const { return members_; }
   int64_t numel() const { return numel_; }
+  int64_t compute_numel() const { return compute_numel_; }
+  // Whether a member's elements do not lie in one piece in the bucket.
+  bool is_interleaved() const { return is_interleaved_; }
+  // Copy between the two buffers, which are two where the bucket is interleaved. `pack` fills a bucket that is zero.
+  void pack(const at::Tensor& compute, const at::Tensor& bucket) const;
+  void unpack(const at::Tensor& bucket, const at::Tensor& compute) const;
   int64_t rank() const { return rank_; }  // this one, in the mesh
 
   // Law: over the ranks along the splitting axes, the intervals are disjoint and cover [0, numel()).
@@ -77,25 +91,39 @@ class BucketLayout {
   const std::vector<Stage>& reduce_last() const { return reduce_last_; }  // accumulated -> state
 
   // Where the elements of a member's whole parameter are, on all ranks, when each holds a view's part of the bucket.
-  Placement placement(const BucketParameter& member, const LocalView& view) const {
-    return {mesh_, in_bucket(member.own.layout.dims, view.layout, {member.offset, numel_})};
-  }
+  Placement placement(const BucketParameter& member, const LocalView& view) const;
 
-  // What this rank holds of every member, by offset; `local` is the buffer that the view describes.
+  // What this rank holds of every member, by offset; `local` is the buffer that the view describes. Where a member has several
+  // segments there, which only happens in views of more than the optimizer's part, its shard is a copy.
   std::vector<Shard> shards(const LocalView& view, const at::Tensor& local) const;
 
   // The part of `layout` that this rank holds.
   LocalView view(const Layout& layout, const Mesh& mesh, int64_t rank) const;
 
  private:
+  // Rows of one member that lie in equal distances in the bucket.
+  struct Block {
+    int64_t compute = 0, bucket = 0;  // where the first piece begins
+    int64_t size = 0, times = 1, stride = 0;  // the stride is the bucket's
+  };
+
   void place(int64_t alignment, int64_t cuts, int64_t multiple, Granularity granularity);
+  int64_t place_in_order(int64_t alignment);
+  int64_t place_whole(int64_t alignment, int64_t cuts, int64_t multiple);
+  void place_rows(int64_t alignment, const Strategy& strategy, int64_t cuts, int64_t multiple);
+  void add_to_blocks(const Segment& segment);
+  void each_block(const at::Tensor& compute, const at::Tensor& bucket,
+                  const std::function<void(const at::Tensor& compute, const at::Tensor& bucket)>& visit) const;
   std::vector<Stage> sum_path(Layout from, const Layout& to, const Mesh& mesh, int64_t rank) const;
 
   Mesh mesh_;
   int64_t rank_ = 0;
   std::vector<BucketParameter> members_;
   std::vector<size_t> by_offset_;  // members
-  int64_t numel_ = 0;
+  std::vector<Segment> placed_;    // every element of the bucket but padding, by offset
+  bool is_interleaved_ = false;
+  std::vector<Block> blocks_;      // of this rank, where the bucket is interleaved
+  int64_t numel_ = 0, compute_numel_ = 0;
   LocalView parameter_, accumulated_, state_, whole_;
   CollectiveStep unshard_, all_gather_updated_;
   std::optional<Stage> between_;

@@ -23,6 +23,7 @@ BucketParameters::BucketParameters(const BucketContext& context, const Initializ
     fill_from_values();
   }
   if (rules_.offload) rounded_.copy_(own_part());  // padding and all
+  unpack_updated();
   if (frees_compute())
     unreadable_ = unreadable_parameters("is sharded and has no data here. It is whole only while its unit runs");
   else if (rules_.publish == Publish::at_first_use && layout_.all_gather_updated().step == Step::all_gather)
@@ -67,15 +68,18 @@ void BucketParameters::allocate_parameters() {
     compute_ = memory_->adopt(MemoryKind::parameter, memory.view(rules_.compute), bytes);
     parameter_ = compute_.narrow(0, own.interval.begin, own.size());
   } else {
-    compute_ = without_memory(layout_.numel(), rules_.compute, memory_->device());
+    compute_ = without_memory(layout_.compute_numel(), rules_.compute, memory_->device());
   }
   for (const BucketParameter& member : layout_.members())
     readable_.push_back(compute_.narrow(0, member.offset, member.numel).view(member.shape));
   if (side_by_side()) return;
   release_storage(compute_);
+  gathered_ = layout_.is_interleaved() ? without_memory(layout_.numel(), rules_.compute, memory_->device()) : compute_;
+  if (layout_.is_interleaved()) release_storage(gathered_);
   if (!frees_compute()) {
     restore_storage(compute_, *memory_, MemoryKind::parameter);
-    parameter_ = compute_;
+    if (layout_.is_interleaved()) restore_storage(gathered_, *memory_, MemoryKind::parameter);
+    parameter_ = gathered_;
     return;
   }
   // What is gathered from and what is gathered into are registered together, or both are not.
@@ -93,13 +97,14 @@ void BucketParameters::allocate_main() {
 }
 
 void BucketParameters::fill_from_values() {
-  at::Tensor whole = at::zeros({layout_.numel()}, options(rules_.main));
+  at::Tensor whole = at::zeros({layout_.compute_numel()}, options(rules_.main));
   for (size_t i = 0; i < views_.size(); ++i) {
     const BucketParameter& member = layout_.members()[i];
     whole.narrow(0, member.offset, member.numel).view(member.shape).copy_(views_[i]);
   }
   if (rules_.broadcast)
     for (const std::string& axis : rules_.sum_axes) comms_->along({axis}).broadcast(whole, 0).wait();
+  whole = packed(whole);
   const auto part = [&](const LocalView& view) { return whole.narrow(0, view.interval.begin, view.size()); };
   parameter_.copy_(part(layout_.parameter()));
   main_.copy_(part(layout_.state()));
@@ -111,11 +116,17 @@ void BucketParameters::fill_from_initializer(const Initializer& initialize) {
                 layout_.members()[0].name);
   const auto fill = [&](const LocalView& view, const at::Tensor& local) {
     local.zero_();
-    for (const Shard& shard : layout_.shards(view, local)) {
-      const at::Tensor values = at::empty({shard.data.numel()}, rules_.main);
-      for (const OwnedRun& run : owned_runs(shard.shape, shard.at.mesh, shard.at.layout, layout_.rank()))
-        initialize(shard.name, shard.shape, run.whole, values.narrow(0, run.local, run.whole.size()));
-      shard.data.copy_(values);
+    for (int64_t m = 0; m < std::ssize(layout_.members()); ++m) {
+      const BucketParameter& member = layout_.members()[static_cast<size_t>(m)];
+      const Placement at = layout_.placement(member, view);
+      at::Tensor values = at::empty({owned_numel(member.whole, at.mesh, at.layout, layout_.rank())}, rules_.main);
+      for (const OwnedRun& run : owned_runs(member.whole, at.mesh, at.layout, layout_.rank()))
+        initialize(member.name, member.whole, run.whole, values.narrow(0, run.local, run.whole.size()));
+      for (const Segment& segment : view.segments) {
+        if (segment.member != m) continue;
+        local.narrow(0, segment.local, segment.run.size()).copy_(values.narrow(0, 0, segment.run.size()));
+        values = values.narrow(0, segment.run.size(), values.numel() - segment.run.size());
+      }
     }
   };
   fill(layout_.parameter(), parameter_);
@@ -155,7 +166,8 @@ void BucketParameters::require_own() const {
                   "the module, and training would not follow. Give it values by write_parameters or load_state_dict of the "
                   "sharded model, and cast or move a module before it is sharded",
                   label_, layout_.rank(), layout_.members()[i].name);
-  const bool optimizer_sees = !frees_compute() && rules_.main == rules_.compute && !rules_.offload;
+  const bool optimizer_sees =
+      !frees_compute() && rules_.main == rules_.compute && !rules_.offload && !layout_.is_interleaved();
   SHARD_REQUIRE(optimizer_sees || versions() == versions_, "bucket",
                 "{} (rank {}): {} or a parameter beside it was changed in place after it was sharded, and the optimizer works "
                 "on a copy that does not follow. Give it values by write_parameters or load_state_dict of the sharded model",
@@ -175,8 +187,8 @@ bool BucketParameters::start_unshard() {
   }
   if (!frees_compute()) return false;
   Comm& group = kept_.defined() ? *kept_group_ : comms_->along(layout_.unshard().axes);
-  restore_storage(compute_, *memory_, MemoryKind::gathered, kept_.defined() ? nullptr : &group);
-  unshard_work_ = group.all_gather(compute_, kept_.defined() ? kept_ : parameter_);
+  restore_storage(gathered_, *memory_, MemoryKind::gathered, kept_.defined() ? nullptr : &group);
+  unshard_work_ = group.all_gather(gathered_, kept_.defined() ? kept_ : parameter_);
   const Mesh& mesh = comms_->mesh();
   return group.size() > 1 && !(mesh.has("dp_replicate") && mesh.size("dp_replicate") > 1);
 }
@@ -197,6 +209,11 @@ void BucketParameters::finish_unshard() {
   whole_in_capture_ = is_capturing();
   if (!frees_compute()) return;
   kept_.reset();
+  if (layout_.is_interleaved()) {
+    restore_storage(compute_, *memory_, MemoryKind::gathered);
+    layout_.unpack(gathered_, compute_);
+    release_storage(gathered_);
+  }
   point_parameters_at(readable_);
 }
 
@@ -242,7 +259,7 @@ void BucketParameters::reshard_between() {
 void BucketParameters::keep(Comm& group, Interval part) {
   SHARD_CHECK(residency_ == Residency::whole, "bucket", "{}: a part of {} is kept of what is not whole", label_, first_name());
   at::Tensor kept = memory_->allocate(MemoryKind::gathered, part.size(), rules_.compute);
-  kept.copy_(compute_.narrow(0, part.begin, part.size()));
+  kept.copy_(packed(compute_).narrow(0, part.begin, part.size()));
   reshard();
   residency_ = Residency::kept;
   kept_ = kept;
@@ -252,7 +269,12 @@ void BucketParameters::keep(Comm& group, Interval part) {
 void BucketParameters::await_updated() const {
   if (!std::exchange(updates_, false)) return;
   update_work_.wait();
+  unpack_updated();
   if (std::exchange(is_hidden_, false)) point_parameters_at(readable_);
+}
+
+void BucketParameters::unpack_updated() const {
+  if (layout_.is_interleaved() && !frees_compute()) layout_.unpack(gathered_, compute_);
 }
 
 void BucketParameters::end_update() {
@@ -316,6 +338,7 @@ void BucketParameters::put_back(const at::Tensor& parameter) {
   at::NoGradGuard no_grad;
   write_own_part(/*is_rounded=*/false);
   if (parameter.defined()) at::Tensor(parameter_).copy_(parameter);
+  unpack_updated();
   mark_changed();
 }
 

@@ -10,8 +10,9 @@
 // Where the strategy keeps parameters whole, or all ranks see them in memory that they share, the states are the same and
 // nothing is moved or freed.
 //
-// Buffers by name: `compute` the whole bucket, which parameters are views of; `parameter` what rests between steps (part of
-// the same memory unless the strategy shards it); `main` what the optimizer updates (part of `parameter` unless its dtype
+// Buffers by name: `compute` all of the bucket's parameters, which are views of it; `gathered` the whole bucket, which is the
+// same memory unless the bucket is interleaved; then it lives from a gather to its copy. `parameter` what rests between steps (part of
+// `gathered` unless the strategy shards it); `main` what the optimizer updates (part of `parameter` unless its dtype
 // or place differs); `rounded` the same in the compute dtype; `kept` what stays of `compute` between forward and backward where
 // that is neither all nor nothing. With Offload, main and rounded are in the host's memory.
 #pragma once
@@ -82,6 +83,8 @@ class BucketParameters : private BucketPart {
   void write_own_part(bool is_rounded);
   void mark_changed();
   void await_updated() const;
+  // Of an interleaved bucket that stays gathered: what was written to `gathered` gets where units compute.
+  void unpack_updated() const;
   std::vector<at::Tensor> unreadable_parameters(const std::string& why) const;
   Comm& neighbours(int64_t ranks) const;
   void keep(Comm& group, Interval part);
@@ -101,7 +104,7 @@ class BucketParameters : private BucketPart {
   mutable Work update_work_;            // of the gather of updated values into parameter_
   mutable bool updates_ = false;        // nobody has waited for it yet
   mutable bool is_hidden_ = false;      // and until then the module's parameters are unreadable
-  at::Tensor compute_, parameter_, main_, rounded_, kept_;
+  at::Tensor compute_, gathered_, parameter_, main_, rounded_, kept_;
   HostTransfer upload_;  // of parameters, to the device
   Comm* kept_group_ = nullptr;  // which has what was kept between its ranks
   int64_t versions_ = 0;  // of the parameters, as autograd counts changes

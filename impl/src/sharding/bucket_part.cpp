@@ -15,6 +15,13 @@ std::string BucketPart::occasion(std::string_view what) const {
   return fmt::format("step {}, {} of {}{}", progress_->steps + 1, what, first_name(), progress_->last);
 }
 
+at::Tensor BucketPart::packed(const at::Tensor& compute) const {
+  if (!layout_.is_interleaved()) return compute;
+  const at::Tensor bucket = memory_->allocate(MemoryKind::communication, layout_.numel(), compute.scalar_type());
+  layout_.pack(compute, bucket.zero_());
+  return bucket;
+}
+
 void BucketPart::check_padding(const LocalView& view, const at::Tensor& local, const char* what) const {
   if (!rules_.check_gradients && !local.is_cpu()) return;  // the host would wait for the device's answer
   for (const Interval& padding : view.padding)

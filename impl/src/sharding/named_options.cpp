@@ -75,9 +75,10 @@ std::vector<NamedOption> all_options() {
           .least(1)
           .drawn({3, 64, 1000, 4096}),
       Row("granularity", &O::granularity,
-          "Whether shards are cut anywhere, or a parameter lies whole on one rank, as Muon needs it.")
-          .words({"element", "tensor"})
-          .drawn({1}),
+          "Where shards are cut: anywhere; nowhere, so that a parameter lies whole on one rank, as Muon needs it; or between rows "
+          "of each parameter, as FSDP2 cuts.")
+          .words({"element", "tensor", "row"})
+          .drawn({1, 2}),
       Row("keep_whole_numel_max", &O::keep_whole_numel_max,
           "Parameters of at most so many elements stay whole on every rank, where the strategy shards parameters.")
           .drawn({1, 8, 40, 300}),

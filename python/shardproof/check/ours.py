@@ -38,7 +38,7 @@ OPTIONS: dict[str, tuple] = {
     "buffers": ("freed", "pooled"),
     "buckets": (0, 2),
     "reshard": (True, False),
-    "granularity": ("element", "tensor"),
+    "granularity": ("element", "tensor", "row"),
     "compute": (None, torch.bfloat16, torch.float16),
     "scale": (0, 4, 1024, 1000000000),  # the loss scale at first
     "resume": ("fresh", "used"),  # what is loaded into has trained something else
