@@ -153,6 +153,8 @@ void validate_options(const Case& c) {
   SHARD_REQUIRE(o.scale_min <= o.loss_scale, "case", "scale_min={} is above scale={}", o.scale_min, o.loss_scale);
   SHARD_REQUIRE(o.unchecked == 0 || std::ranges::any_of(c.steps, [](const StepPlan& step) { return step.loads(); }), "case",
                 "unchecked is about loads; write load@ before a step");
+  SHARD_REQUIRE(o.passes != passes_reversed || c.mode != Mode::ordered, "case",
+                "passes=reversed adds the last microbatch first, which the mode ordered does not; write passes=in_order");
   SHARD_REQUIRE(o.strided == 0 || c.mode == Mode::exact || c.mode == Mode::fast || o.arithmetic != 0, "case",
                 "strided=1 lets kernels take other paths, which round differently; it needs the mode exact or fast, or "
                 "arithmetic=canonical");

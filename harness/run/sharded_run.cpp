@@ -148,7 +148,7 @@ class RankRun {
     optimizer_.set_lr_factor(lr_factor(case_, index));
     RankStep result;
     before(plan, step, index, result);
-    for (size_t round = 0; round < step.microbatches.size(); ++round) backward(step, index, round, result);
+    train(step, index, result);
     ask(index, Moment::backward);
     finish(step, result);
     compare_fingerprints();
@@ -268,11 +268,32 @@ class RankRun {
     return loss;
   }
 
-  void backward(const golden::Step& step, size_t index, size_t round, RankStep& result) {
-    const bool last = round + 1 == step.microbatches.size();
-    const int64_t every = case_.steps[index].sync_every;
+  // Every forward and every backward of the step, each backward directly after its forward or all of them behind the forwards.
+  void train(const golden::Step& step, size_t index, RankStep& result) {
+    const size_t rounds = step.microbatches.size();
+    const bool apart = case_.options.passes == passes_apart || watch_;  // what is watched is one microbatch at a time
+    std::vector<at::Tensor> open;
+    for (size_t round = 0; round < rounds; ++round) {
+      if (apart) say_which_is_next(index, round, rounds);
+      open.push_back(forward(step, index, round, result));
+      if (apart) backward(step, index, round, std::move(open.back()));
+    }
+    if (apart) return;
+    for (size_t done = 0; done < rounds; ++done) {
+      say_which_is_next(index, done, rounds);
+      const size_t round = case_.options.passes == passes_reversed ? rounds - 1 - done : done;
+      backward(step, index, round, std::move(open[round]));
+    }
+  }
+
+  void say_which_is_next(size_t index, size_t done, size_t rounds) {
+    const bool last = done + 1 == rounds;
     sharded_.set_last_microbatch(last);
-    sharded_.set_gradient_sync(last || (static_cast<int64_t>(round) + 1) % every == 0);
+    sharded_.set_gradient_sync(last || (static_cast<int64_t>(done) + 1) % case_.steps[index].sync_every == 0);
+  }
+
+  // Returns the loss, to run backwards from.
+  at::Tensor forward(const golden::Step& step, size_t index, size_t round, RankStep& result) {
     const golden::Microbatch data = microbatch(step, round);
     if (watch_) watch_->begin();
     if (case_.options.loss == loss_tokens) sharded_.add_tokens(data.target.numel());
@@ -283,8 +304,12 @@ class RankRun {
     if (!std::isfinite(result.losses.back()))
       throw NonFiniteError(
           fmt::format("rank {}, step {}, round {}: the loss is {}", rank_, index + 1, round, result.losses.back()));
+    return scaler_ ? scaler_->scale(loss) : loss;
+  }
+
+  void backward(const golden::Step& step, size_t index, size_t round, at::Tensor loss) {
     if (watch_) watch_->begin_backward();
-    (scaler_ ? scaler_->scale(loss) : loss).backward();
+    loss.backward();
     if (watch_ && index == tracing_.step) write_down(step.microbatches[round][data_rank_].input);
   }
 

@@ -60,7 +60,8 @@ TEST(Rows, a_rank_holds_of_each_parameter_what_torch_chunk_gives_it) {
         for (const auto& item : model->named_parameters()) whole[item.key()] = item.value().detach().clone();
         const Sharded sharded = fully_shard(model.ptr(), comms, by_rows(name));
         std::map<std::string, Piece> held;
-        for (const Piece& piece : sharded.main_parameters()) EXPECT_TRUE(held.emplace(piece.name, piece).second) << "two pieces";
+        for (const Piece& piece : sharded.main_parameters())
+          EXPECT_TRUE(held.emplace(piece.name, piece).second) << "two pieces";
         for (const auto& [parameter, values] : whole) {
           const Interval wanted = chunk_of(values, world, comms->rank());
           ASSERT_EQ(held.contains(parameter), wanted.size() > 0) << parameter << " on " << comms->rank();

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any, Callable, Iterable, Optional
+from typing import Any, Iterable, Optional
 
 import torch
 from torch import nn
@@ -27,12 +27,12 @@ from .units import Unit
 
 
 class _Request:
-    """What `fully_shard` was told about one module."""
+    """What `fully_shard` was told about the modules of one unit."""
 
-    def __init__(self, module: nn.Module, options: dict):
-        self.module = weakref.ref(module)
+    def __init__(self, modules: "list[nn.Module]", options: dict):
+        self.modules = [weakref.ref(module) for module in modules]
         self.options = options
-        self.trigger = module.register_forward_pre_hook(self.run, prepend=True, with_kwargs=True)
+        self.triggers = [m.register_forward_pre_hook(self.run, prepend=True, with_kwargs=True) for m in modules]
 
     def run(self, module, args, kwargs):
         """Shards the model, and enters its root, whose own hooks come too late for this forward."""
@@ -40,6 +40,8 @@ class _Request:
 
 
 _noted: "weakref.WeakKeyDictionary[nn.Module, _Request]" = weakref.WeakKeyDictionary()
+# By each module of a list that makes up one unit: the list's first module, which names the unit.
+_first_of: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]" = weakref.WeakKeyDictionary()
 # By each module that was noted down: the model that it is a unit of. A unit need not have parameters.
 _around: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Sharded]]" = weakref.WeakKeyDictionary()
 
@@ -54,7 +56,7 @@ class FSDPModule:
     def _units(self, recurse: bool) -> list:
         sharded = self._shardproof_handle()
         names = {id(module): name for name, module in sharded.module.named_modules()}
-        own = names[id(self)]
+        own = names[id(_first_of.get(self, lambda: self)())]
         below = [
             unit for unit in sharded.units() if unit.name == own or (recurse and (not own or unit.name.startswith(own + ".")))
         ]
@@ -132,7 +134,7 @@ class UnshardHandle:
 
 
 def fully_shard(
-    module: nn.Module,
+    module: "nn.Module | list[nn.Module]",
     *,
     mesh: Any = None,
     reshard_after_forward: Any = None,
@@ -141,13 +143,13 @@ def fully_shard(
     offload_policy: Any = None,
     ignored_params: "Optional[set[nn.Parameter]]" = None,
     **options: Any,
-) -> nn.Module:
+) -> "nn.Module | list[nn.Module]":
     """Note down that this module is a unit, as FSDP2's ``fully_shard``, and return it.
 
     Parameters
     ----------
-    module : torch.nn.Module
-        A unit. The outermost one is the root.
+    module : torch.nn.Module or list of torch.nn.Module
+        A unit, or modules that make up one together. The outermost one is the root, and one module.
     mesh : DeviceMesh, MeshComm or str, optional
         Of one dimension, or (replicate, shard). Ranks that are threads pass ``shardproof.MeshComm(comm, "dp_shard=2")``.
     reshard_after_forward : bool or int, optional
@@ -165,20 +167,19 @@ def fully_shard(
 
     Returns
     -------
-    torch.nn.Module
-        The module, with the methods of `FSDPModule`.
+    torch.nn.Module or list of torch.nn.Module
+        What was given, with the methods of `FSDPModule`.
     """
-    if not isinstance(module, nn.Module):
-        raise _C.Error(
-            f"[fsdp] fully_shard takes one module, got a {type(module).__name__}. Call it for each, or give "
-            "shardproof.fully_shard the option units=[[a, b]] for modules that make up one unit"
-        )
+    modules = [module] if isinstance(module, nn.Module) else list(module) if isinstance(module, (list, tuple)) else []
+    if not modules or not all(isinstance(each, nn.Module) for each in modules):
+        raise _C.Error(f"[fsdp] fully_shard takes a module, or a list of modules that make up one unit, got {module!r}")
     if shard_placement_fn is not None:
         raise _C.Error("[fsdp] shard_placement_fn is not offered: units are cut flat, at any element. Leave it out")
-    if isinstance(module, FSDPModule):
-        raise _C.Error(f"[fsdp] this {type(module).__name__} was given to fully_shard before")
-    _noted[module] = _Request(
-        module,
+    for each in modules:
+        if isinstance(each, FSDPModule):
+            raise _C.Error(f"[fsdp] this {type(each).__name__} was given to fully_shard before")
+    request = _Request(
+        modules,
         dict(
             mesh=mesh,
             reshard_after_forward=reshard_after_forward,
@@ -188,9 +189,47 @@ def fully_shard(
             options=options,
         ),
     )
-    kind = type(module)
-    module.__class__ = type("FSDP" + kind.__name__, (FSDPModule, kind), {})
+    for each in modules:
+        _noted[each] = request
+        _first_of[each] = request.modules[0]
+        each.__class__ = _with_methods(type(each))
     return module
+
+
+@functools.lru_cache(maxsize=None)
+def _with_methods(kind: type) -> type:
+    """One class for each class, so that modules of one kind stay of one kind for who compiles or compares them."""
+    return type("FSDP" + kind.__name__, (FSDPModule, kind), {})
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method of a module that `fully_shard` was given run as its forward does, with its parameters gathered.
+
+    A module that was not given to `fully_shard` stays as it is. Calls of the module inside of the method are forwards as ever.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name)
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        own = module.__dict__.get("forward")
+
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            if own is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = own
+            return method(*args, **kwargs)
+
+        module.__dict__["forward"] = instead
+        return module(*args, **kwargs)
+
+    setattr(module, method_name, run)
+
+
+def share_comm_ctx(modules: "list[nn.Module]") -> None:
+    """Nothing: all models on one mesh share its communicators."""
 
 
 def _all_noted() -> "list[nn.Module]":
@@ -223,12 +262,19 @@ def shard_now(root: nn.Module) -> Sharded:
     noted = [(module, _noted.pop(module)) for module in root.modules() if module in _noted]
     requests = {id(module): request for module, request in noted}
     own = requests[id(root)].options
-    for _, request in noted:
-        request.trigger.remove()
+    if len(requests[id(root)].modules) > 1:
+        raise _C.Error("[fsdp] the outermost module is one of a list. Call fully_shard of the module around them as well")
+    others = list({id(request): request for module, request in noted if module is not root}.values())
+    for request in requests.values():
+        for trigger in request.triggers:
+            trigger.remove()
     units = [
-        Unit(module, reshard_after_forward=request.options["reshard_after_forward"], precision=request.options["precision"])
-        for module, request in noted
-        if module is not root
+        Unit(
+            [module for module in (reference() for reference in request.modules) if module is not None],
+            reshard_after_forward=request.options["reshard_after_forward"],
+            precision=request.options["precision"],
+        )
+        for request in others
     ]
     ignored = {id(p): p for _, request in noted for p in request.options["ignored"] or ()}
     options = dict(own["options"])
@@ -314,8 +360,12 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: "float | str" =
     return norm.float()
 
 
-def __getattr__(name: str) -> Callable:
-    """``shardproof.fsdp.AdamW`` and the like: torch.optim's class of that name, on shards."""
+def __getattr__(name: str) -> Any:
+    """``shardproof.fsdp.AdamW`` and the like: torch.optim's class of that name, on shards. Policies are FSDP2's own."""
+    if name in ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"):
+        from torch.distributed import fsdp  # pylint: disable=import-outside-toplevel
+
+        return getattr(fsdp, name)
     kind = getattr(torch.optim, name, None)
     if name.startswith("_") or not isinstance(kind, type):
         raise AttributeError(f"module 'shardproof.fsdp' has no attribute '{name}', and torch.optim has no class of that name")

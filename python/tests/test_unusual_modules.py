@@ -139,11 +139,94 @@ def test_sparse_gradients_train_as_dense_ones():
             torch.testing.assert_close(parameters[name], value.detach())
 
 
-def test_fsdp2s_fully_shard_takes_one_module():
+def test_fsdp2s_fully_shard_takes_a_list_of_modules_as_one_unit():
     from shardproof import fsdp
 
-    with pytest.raises(shardproof.Error, match="fully_shard takes one module, got a list"):
-        fsdp.fully_shard([nn.Linear(1, 1), nn.Linear(1, 1)])
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2), nn.Linear(2, 1))
+
+    x, plain = torch.ones(4, 2), make()
+    plain(x).square().mean().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+
+    def body(comm):
+        model = make()
+        pair = [model[0], model[2]]
+        assert fsdp.fully_shard(pair, mesh=shardproof.MeshComm(comm, "dp_shard=2")) is pair
+        fsdp.fully_shard(model, mesh=shardproof.MeshComm(comm, "dp_shard=2"))
+        optimizer = fsdp.SGD(model.parameters(), lr=0.1)
+        for part in pair:
+            part.unshard()
+            assert all(each.weight.isfinite().all() for each in pair)
+            part.reshard()
+        model(x).square().mean().backward()
+        optimizer.step()
+        sharded = fsdp.sharded_of(model)
+        assert len(sharded.units()) == 2 and type(pair[0]) is type(pair[1])
+        return sharded.gather()
+
+    for parameters in shardproof.run_threads(2, body):
+        for name, value in plain.named_parameters():
+            torch.testing.assert_close(parameters[name], value.detach())
+    with pytest.raises(shardproof.Error, match="takes a module, or a list of modules that make up one unit, got 'model'"):
+        fsdp.fully_shard("model")
+
+    def refused(comm):
+        alone = make()
+        fsdp.fully_shard([alone, alone[0]], mesh=shardproof.MeshComm(comm, "dp_shard=1"))
+        with pytest.raises(shardproof.Error, match="the outermost module is one of a list"):
+            alone(x)
+
+    shardproof.run_threads(1, refused)
+
+
+def test_a_registered_method_runs_with_gathered_parameters():
+    from shardproof import fsdp
+
+    class Scored(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.body, self.head = nn.Linear(2, 2), nn.Linear(2, 1)
+
+        def forward(self, x):
+            return self.head(torch.tanh(self.body(x)))
+
+        def score(self, x, times=1):
+            return times * torch.nn.functional.linear(x, self.head.weight[:, :2]).sum() + self(x).sum()
+
+    x, plain = torch.ones(3, 2), Scored()
+    plain.score(x, times=2).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+
+    def body(comm):
+        model = Scored()
+        mesh = shardproof.MeshComm(comm, "dp_shard=2")
+        fsdp.fully_shard(model, mesh=mesh)
+        fsdp.register_fsdp_forward_method(model, "score")
+        optimizer = fsdp.SGD(model.parameters(), lr=0.1)
+        model.score(x, times=2).backward()
+        optimizer.step()
+        untouched = Scored()
+        fsdp.register_fsdp_forward_method(untouched, "score")
+        assert "score" not in vars(untouched)
+        return fsdp.sharded_of(model).gather()
+
+    for parameters in shardproof.run_threads(2, body):
+        for name, value in plain.named_parameters():
+            torch.testing.assert_close(parameters[name], value.detach())
+
+
+def test_the_package_has_the_names_of_fsdp2():
+    import torch.distributed.fsdp._fully_shard as theirs
+
+    from shardproof import fsdp
+
+    for name in theirs.__all__:
+        assert getattr(fsdp, name) is not None
+    assert fsdp.MixedPrecisionPolicy is theirs.MixedPrecisionPolicy
+    assert fsdp.share_comm_ctx([]) is None
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")

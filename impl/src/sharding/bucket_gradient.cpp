@@ -125,7 +125,8 @@ void BucketGradient::add_gradient(int64_t index, const at::Tensor& given) {
 void BucketGradient::begin_producing() {
   if (state_ == GradientState::produced) return;
   enter(GradientState::produced);
-  produced_ = own_.defined() ? own_ : memory_->allocate(MemoryKind::gradient, layout_.compute_numel(), produced_dtype(reduces_));
+  produced_ =
+      own_.defined() ? own_ : memory_->allocate(MemoryKind::gradient, layout_.compute_numel(), produced_dtype(reduces_));
   stream_ = current_stream(produced_.device());
   if (layout_.is_interleaved())
     produced_.zero_();

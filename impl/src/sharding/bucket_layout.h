@@ -103,7 +103,7 @@ class BucketLayout {
  private:
   // Rows of one member that lie in equal distances in the bucket.
   struct Block {
-    int64_t compute = 0, bucket = 0;  // where the first piece begins
+    int64_t compute = 0, bucket = 0;          // where the first piece begins
     int64_t size = 0, times = 1, stride = 0;  // the stride is the bucket's
   };
 
@@ -122,7 +122,7 @@ class BucketLayout {
   std::vector<size_t> by_offset_;  // members
   std::vector<Segment> placed_;    // every element of the bucket but padding, by offset
   bool is_interleaved_ = false;
-  std::vector<Block> blocks_;      // of this rank, where the bucket is interleaved
+  std::vector<Block> blocks_;  // of this rank, where the bucket is interleaved
   int64_t numel_ = 0, compute_numel_ = 0;
   LocalView parameter_, accumulated_, state_, whole_;
   CollectiveStep unshard_, all_gather_updated_;

@@ -166,8 +166,7 @@ void BucketParameters::require_own() const {
                   "the module, and training would not follow. Give it values by write_parameters or load_state_dict of the "
                   "sharded model, and cast or move a module before it is sharded",
                   label_, layout_.rank(), layout_.members()[i].name);
-  const bool optimizer_sees =
-      !frees_compute() && rules_.main == rules_.compute && !rules_.offload && !layout_.is_interleaved();
+  const bool optimizer_sees = !frees_compute() && rules_.main == rules_.compute && !rules_.offload && !layout_.is_interleaved();
   SHARD_REQUIRE(optimizer_sees || versions() == versions_, "bucket",
                 "{} (rank {}): {} or a parameter beside it was changed in place after it was sharded, and the optimizer works "
                 "on a copy that does not follow. Give it values by write_parameters or load_state_dict of the sharded model",

@@ -11,10 +11,11 @@
 // nothing is moved or freed.
 //
 // Buffers by name: `compute` all of the bucket's parameters, which are views of it; `gathered` the whole bucket, which is the
-// same memory unless the bucket is interleaved; then it lives from a gather to its copy. `parameter` what rests between steps (part of
-// `gathered` unless the strategy shards it); `main` what the optimizer updates (part of `parameter` unless its dtype
-// or place differs); `rounded` the same in the compute dtype; `kept` what stays of `compute` between forward and backward where
-// that is neither all nor nothing. With Offload, main and rounded are in the host's memory.
+// same memory unless the bucket is interleaved: then it lives from a gather to its copy, or always where the strategy keeps
+// parameters whole; `parameter` what rests between steps (part of `gathered` unless the strategy shards it); `main` what the
+// optimizer updates (part of `parameter` unless its dtype or place differs); `rounded` the same in the compute dtype; `kept`
+// what stays of `gathered` between forward and backward where that is neither all nor nothing. With Offload, main and rounded
+// are in the host's memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -75,7 +75,8 @@ std::vector<NamedOption> all_options() {
           .least(1)
           .drawn({3, 64, 1000, 4096}),
       Row("granularity", &O::granularity,
-          "Where shards are cut: anywhere; nowhere, so that a parameter lies whole on one rank, as Muon needs it; or between rows "
+          "Where shards are cut: anywhere; nowhere, so that a parameter lies whole on one rank, as Muon needs it; or between "
+          "rows "
           "of each parameter, as FSDP2 cuts.")
           .words({"element", "tensor", "row"})
           .drawn({1, 2}),

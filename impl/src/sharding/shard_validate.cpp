@@ -30,9 +30,10 @@ void validate(const ShardOptions& options, const Mesh& mesh) {
   SHARD_REQUIRE((alignment & (alignment - 1)) == 0, "fully_shard", "alignment_bytes must be a power of two, got {}", alignment);
   SHARD_REQUIRE(options.bucket_bytes_max == 0 || options.bucket_count == 0, "fully_shard",
                 "give bucket_bytes_max or bucket_count, not both");
-  SHARD_REQUIRE(options.granularity != Granularity::row || options.gather != Gather::side_by_side, "fully_shard",
-                "ranks that compute in memory that they share (gather side_by_side) need each parameter there in one piece, and "
-                "granularity `row` cuts it in several. Use gather `copied`, or another granularity");
+  SHARD_REQUIRE(
+      options.granularity != Granularity::row || options.gather != Gather::side_by_side, "fully_shard",
+      "ranks that compute in memory that they share (gather side_by_side) need each parameter there in one piece, and "
+      "granularity `row` cuts it in several. Use gather `copied`, or another granularity");
   SHARD_REQUIRE(!options.divide_by_tokens || (options.gradient_divide == 0 && options.divide == Divide::after), "fully_shard",
                 "divide_by_tokens takes the place of gradient_divide and needs Divide::after");
   SHARD_REQUIRE(options.gradient_magnitude_max > 0, "fully_shard", "gradient_magnitude_max must be above 0, got {}",

@@ -6,12 +6,15 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
+#include <map>
 #include <optional>
+#include <utility>
 
 #include "sharding/saved_tensors.h"
 #include "sharding/unit.h"
 #include "shardproof/base/check.h"
 #include "shardproof/nn/random.h"
+#include "shardproof/nn/sequence_lengths.h"
 
 namespace shardproof {
 namespace {
@@ -48,13 +51,17 @@ class ReplayableOnly {
   c10::impl::IncludeDispatchKeyGuard guard_{c10::DispatchKeySet(c10::DispatchKey::Fake)};
 };
 
-class ReplayRandom {
+// Another value in a place, until it goes.
+template <class Value>
+class Instead {
  public:
-  explicit ReplayRandom(RandomStream stream) : before_(random_stream()) { random_stream() = stream; }
-  ~ReplayRandom() { random_stream() = before_; }
+  Instead(Value& place, Value value) : place_(place), before_(std::exchange(place, std::move(value))) {}
+  ~Instead() { place_ = std::move(before_); }
+  Instead(const Instead&) = delete;
 
  private:
-  RandomStream before_;
+  Value& place_;
+  Value before_;
 };
 
 class Counted {
@@ -137,7 +144,12 @@ class Recorder final : public SavedTensorKeeper, public std::enable_shared_from_
 class Recomputation final : public SavedTensorKeeper, public std::enable_shared_from_this<Recomputation> {
  public:
   Recomputation(std::shared_ptr<Unit> unit, UnitHooks::Again again, const variable_list& inputs, variable_list buffers)
-      : unit_(unit), name_(unit->label()), again_(std::move(again)), random_(random_stream()), buffers_(std::move(buffers)) {
+      : unit_(unit),
+        name_(unit->label()),
+        again_(std::move(again)),
+        random_(random_stream()),
+        lengths_(sequence_lengths()),
+        buffers_(std::move(buffers)) {
     for (const at::Tensor& input : inputs) inputs_.emplace_back(input, /*is_output=*/false);
     for (const at::Tensor& buffer : buffers_) before_.push_back(buffer.detach().clone());
   }
@@ -238,7 +250,8 @@ class Recomputation final : public SavedTensorKeeper, public std::enable_shared_
     variable_list inputs;
     for (const SavedVariable& input : inputs_) inputs.push_back(input.unpack());
     const at::AutoGradMode with_graph(true);
-    const ReplayRandom replay(random_);
+    const Instead random(random_stream(), random_);
+    const Instead lengths(sequence_lengths(), lengths_);
     const BuffersAsBefore buffers(buffers_, before_);
     const Counted counted(schedule.recomputing_forwards);
     // The unit around a recomputed part may have been freed, since the part's own nodes do not tell that it is needed.
@@ -252,6 +265,7 @@ class Recomputation final : public SavedTensorKeeper, public std::enable_shared_
   const std::string name_;
   UnitHooks::Again again_;
   const RandomStream random_;
+  const std::map<int64_t, int64_t> lengths_;
   std::vector<SavedVariable> inputs_;
   const variable_list buffers_;
   variable_list before_;  // copies of them

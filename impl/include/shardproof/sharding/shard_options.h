@@ -81,8 +81,8 @@ enum class Divide {
 enum class Granularity {
   element,  // shards may be cut at any element
   tensor,   // each parameter lies whole on one rank, as optimizers of matrices need it; offsets then depend on the mesh
-  row       // each parameter is cut along its dim 0 in the pieces of torch.chunk, as FSDP2 cuts it: what a rank holds of it is a
-            // tensor of whole rows. What was gathered is copied once more, so that each parameter lies in one piece
+  row  // each parameter is cut along its dim 0 in the pieces of torch.chunk, as FSDP2 cuts it: what a rank holds of it is a
+       // tensor of whole rows. What was gathered is copied once more, so that each parameter lies in one piece
 };
 
 // What becomes of the memory of gathered parameters when a unit is resharded.

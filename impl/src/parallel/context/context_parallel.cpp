@@ -4,6 +4,7 @@
 
 #include "shardproof/base/check.h"
 #include "shardproof/hooks/unit.h"
+#include "shardproof/nn/sequence_lengths.h"
 
 namespace shardproof {
 
@@ -11,9 +12,7 @@ namespace shardproof {
 class ContextState final : public SequenceRule, public RowPlacement, public std::enable_shared_from_this<ContextState> {
  public:
   ContextState(std::shared_ptr<MeshComm> comms, ContextOptions options)
-      : comms_(std::move(comms)), options_(std::move(options)), group_(comms_->along({options_.axis})) {
-    cut_ = context_cut(options_.split, 0, group_.size());
-  }
+      : comms_(std::move(comms)), options_(std::move(options)), group_(comms_->along({options_.axis})) {}
   ~ContextState() override {
     for (SequencePart* part : parts_) part->rule = nullptr;
     for (PlacementAware* aware : aware_) aware->context_placement = nullptr;
@@ -22,20 +21,20 @@ class ContextState final : public SequenceRule, public RowPlacement, public std:
   void attach(const std::shared_ptr<torch::nn::Module>& root);
   std::shared_ptr<void> held() override { return shared_from_this(); }
 
-  const DimCut& cut() const { return cut_; }
+  DimCut cut() const { return context_cut(options_.split, sequence_lengths()[number_], group_.size()); }
   Comm& group() const { return group_; }
-  void set_length(int64_t length) { cut_.length = length; }
+  void set_length(int64_t length) { sequence_lengths()[number_] = length; }
 
   std::vector<int64_t> positions(int64_t length) override {
     require_length(length);
-    return cut_.positions(group_.rank());
+    return cut().positions(group_.rank());
   }
 
   at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
                     const std::optional<AttentionDropout>& dropout) override {
     require_length(q.size(2));
     const auto attention = options_.attention == ContextAttention::ring ? ring_attention : gathered_attention;
-    return attention(q, k, v, cut_, causal, dropout, group_);
+    return attention(q, k, v, cut(), causal, dropout, group_);
   }
 
   at::Tensor attend_canonically(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
@@ -43,30 +42,32 @@ class ContextState final : public SequenceRule, public RowPlacement, public std:
     require_length(q.size(2));
     const bool ring = options_.attention == ContextAttention::ring;
     const auto attention = ring ? canonical_ring_attention : canonical_gathered_attention;
-    return attention(q, k, v, cut_, causal, dropout, name, group_);
+    return attention(q, k, v, cut(), causal, dropout, name, group_);
   }
 
   // Positions are dim 1 of what is dropped out.
   void to_whole(std::vector<DimRows>& dims) const override {
     if (dims.size() < 2) return;
     require_length(dims[1].length);
-    const std::vector<int64_t> positions = cut_.positions(group_.rank());
+    const DimCut own = cut();
+    const std::vector<int64_t> positions = own.positions(group_.rank());
     for (int64_t& row : dims[1].rows) row = positions.at(static_cast<size_t>(row));
-    dims[1].length = cut_.length;
+    dims[1].length = own.length;
   }
 
  private:
   void require_length(int64_t length) const {
-    SHARD_REQUIRE(length == cut_.count(group_.rank()), "context_parallel",
+    const DimCut own = cut();
+    SHARD_REQUIRE(length == own.count(group_.rank()), "context_parallel",
                   "rank {} of {} along {} has {} of the {} positions of a sequence, and was given {}. Cut every batch with "
                   "ContextParallel::cut",
-                  group_.rank(), group_.size(), options_.axis, cut_.count(group_.rank()), cut_.length, length);
+                  group_.rank(), group_.size(), options_.axis, own.count(group_.rank()), own.length, length);
   }
 
   std::shared_ptr<MeshComm> comms_;
   ContextOptions options_;
   Comm& group_;
-  DimCut cut_;
+  const int64_t number_ = new_sequence_number();
   // They point here without owning: this lives as long as the ContextParallel, and a Sharded made meanwhile.
   std::shared_ptr<torch::nn::Module> root_;
   std::vector<SequencePart*> parts_;

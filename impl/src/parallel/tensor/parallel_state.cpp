@@ -38,6 +38,11 @@ const ParallelParameter* ParallelState::find(const at::Tensor& parameter) const 
   return found == of_tensor_.end() ? nullptr : &parameters_[found->second];
 }
 
+int64_t ParallelState::sequence_length(int64_t local) const {
+  const auto seen = sequence_lengths().find(number_);
+  return seen == sequence_lengths().end() ? local * parts() : seen->second;
+}
+
 at::Tensor ParallelState::cut(const Layout& layout, const at::Tensor& whole) const {
   return redistribute(whole.contiguous(), whole.sizes().vec(), replicated(), layout, *view_);
 }

@@ -11,6 +11,7 @@
 #include "hooks/attachments.h"
 #include "shardproof/comm/mesh_comm.h"
 #include "shardproof/hooks/unit.h"
+#include "shardproof/nn/sequence_lengths.h"
 #include "shardproof/parallel/tensor/parallel_plan.h"
 
 namespace shardproof {
@@ -45,8 +46,8 @@ class ParallelState {
   at::Tensor join(const ParallelParameter& parameter, const at::Tensor& local) const;  // collective
 
   // Whole length of the activations that are split along the sequence: what the last module that saw them whole saw.
-  int64_t sequence_length(int64_t local) const { return sequence_length_ > 0 ? sequence_length_ : local * parts(); }
-  void saw_sequence(int64_t length) { sequence_length_ = length; }
+  int64_t sequence_length(int64_t local) const;
+  void saw_sequence(int64_t length) { sequence_lengths()[number_] = length; }
 
   bool canonical = false;  // the module computes with canonical arithmetic
   bool sums_copied_keys = false;  // an Attention sums the gradients of key heads that are held in copies
@@ -62,7 +63,7 @@ class ParallelState {
   std::unique_ptr<MeshComm> view_;
   std::vector<ParallelParameter> parameters_;
   std::unordered_map<const c10::TensorImpl*, size_t> of_tensor_;
-  int64_t sequence_length_ = 0;
+  const int64_t number_ = new_sequence_number();
 };
 
 // What a style attaches to a module; the styles themselves are in styles.cpp and placements.cpp.
