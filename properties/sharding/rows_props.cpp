@@ -78,12 +78,11 @@ TEST(Rows, every_strategy_trains_like_the_plain_model) {
       if (row.axes.size() == 2 && !mesh.has("dp_replicate")) continue;
       parity::Plan plan{.mesh = mesh, .options = by_rows(row.name), .steps = 3, .microbatches = 2};
       expect_trains_like_plain(odd_shapes(), plan);
-      plan.options.precision = {.main = at::kFloat, .compute = at::kBFloat16};
+      plan.options.initialize = normal_initializer(5, 0.5);
       plan.options.publish = Publish::at_first_use;
       plan.options.prefetch_forward = plan.options.prefetch_backward = 2;
-      plan.options.bucket_bytes_max = 60;
+      plan.options.bucket_bytes_max = 300;
       plan.meta = true;
-      plan.tolerance = 0.02;
       expect_trains_like_plain([] { return parity::trainee(parity::blocks(2, 5), {3, 5}); }, plan);
     }
 }
@@ -102,6 +101,14 @@ TEST(Rows, what_was_gathered_is_freed_once_it_is_copied) {
     sharded.unit("").reshard();
     EXPECT_EQ(sharded.memory().now(MemoryKind::gathered), 0);
   });
+}
+
+TEST(Rows, neighbours_and_rows_of_layouts_keep_a_part_between_forward_and_backward) {
+  parity::Plan plan{.mesh = ranks(4), .options = by_rows("zero3"), .microbatches = 2};
+  plan.options.reshard_after_forward = Reshard::within(2);
+  expect_trains_like_plain(odd_shapes(), plan);
+  plan = {.mesh = grid(2, 2), .options = by_rows("row_sr_t_sr_s"), .microbatches = 2};
+  expect_trains_like_plain(odd_shapes(), plan);
 }
 
 TEST(Rows, what_would_be_lost_is_refused) {

@@ -155,7 +155,7 @@ def fully_shard(
     reshard_after_forward : bool or int, optional
         Without it True, and False for the root.
     shard_placement_fn
-        Refused: units are cut flat, at any element.
+        Refused: units are cut flat at any element, or with ``granularity="row"`` along dim 0.
     mp_policy : MixedPrecisionPolicy or Precision, optional
         The dtypes.
     offload_policy : OffloadPolicy, optional
@@ -174,7 +174,10 @@ def fully_shard(
     if not modules or not all(isinstance(each, nn.Module) for each in modules):
         raise _C.Error(f"[fsdp] fully_shard takes a module, or a list of modules that make up one unit, got {module!r}")
     if shard_placement_fn is not None:
-        raise _C.Error("[fsdp] shard_placement_fn is not offered: units are cut flat, at any element. Leave it out")
+        raise _C.Error(
+            "[fsdp] shard_placement_fn is not offered: units are cut flat at any element, or with granularity='row' along "
+            "dim 0. Leave it out"
+        )
     for each in modules:
         if isinstance(each, FSDPModule):
             raise _C.Error(f"[fsdp] this {type(each).__name__} was given to fully_shard before")

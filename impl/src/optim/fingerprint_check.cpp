@@ -91,8 +91,7 @@ std::vector<Held> held_in_copies(const Sharded::Impl& sharded, const Optimizer& 
       if (has_replicas(maps.maps()[static_cast<size_t>(number)])) held.push_back({kind, shard, number});
     }
   };
-  for (const Bucket* bucket : sharded.schedule.buckets())
-    add("parameter", bucket->layout().shards(bucket->layout().parameter(), bucket->parameters.parameter()));
+  for (const Bucket* bucket : sharded.schedule.buckets()) add("parameter", bucket->parameters.shards());
   for (const Bucket* bucket : sharded.schedule.buckets())
     if (bucket->rules().main != bucket->rules().compute || bucket->rules().offload)
       add("main parameter", bucket->layout().shards(bucket->layout().state(), bucket->parameters.main()));
@@ -198,7 +197,8 @@ Own FingerprintCheck::State::own_complaint(const Sharded::Impl& impl) const {
         return all_zero(values.narrow(0, padding.begin, padding.size()));
       });
     };
-    if (!is_zero(bucket.layout().parameter(), bucket.parameters.parameter()) ||
+    // Of an interleaved bucket the optimizer's part alone: all of it would be a look for each rank and parameter.
+    if ((!bucket.layout().is_interleaved() && !is_zero(bucket.layout().parameter(), bucket.parameters.parameter())) ||
         !is_zero(bucket.layout().state(), bucket.parameters.main()))
       return {kPadding, b, 0};
   }

@@ -125,12 +125,9 @@ void BucketGradient::add_gradient(int64_t index, const at::Tensor& given) {
 void BucketGradient::begin_producing() {
   if (state_ == GradientState::produced) return;
   enter(GradientState::produced);
-  produced_ =
-      own_.defined() ? own_ : memory_->allocate(MemoryKind::gradient, layout_.compute_numel(), produced_dtype(reduces_));
+  produced_ = own_.defined() ? own_ : memory_->allocate(MemoryKind::gradient, layout_.numel(), produced_dtype(reduces_));
   stream_ = current_stream(produced_.device());
-  if (layout_.is_interleaved())
-    produced_.zero_();
-  else
+  if (!layout_.is_interleaved())  // that one is packed into a bucket that is zero
     for (const Interval& padding : layout_.whole().padding) part_of(produced_, padding.begin, {padding.size()}).zero_();
   holds_.assign(holds_.size(), false);
   suspicious_ = false;
@@ -194,7 +191,7 @@ void BucketGradient::start_reduce(bool last, const std::string& where) {
     holds_.assign(holds_.size(), true);
     return;
   }
-  produced_ = packed(produced_);
+  produced_ = packed(produced_, MemoryKind::gradient);
   occasion_ = occasion(fmt::format("reduction {}{}{}", ++reductions_, last ? ", the last," : "", frozen));
   const CallLabel label(label_, occasion_);
   if (path.empty() && rules_.divide_before != 1) divide_by(produced_, rules_.divide_before);

@@ -19,6 +19,21 @@ int64_t chunks(const Layout& layout, const Mesh& mesh) {
   return parts;
 }
 
+// A parameter as rows along its dim 0.
+struct Rows {
+  int64_t count = 1;
+  int64_t elements = 1;  // of a row
+};
+
+// Of the longest part along the tensor-parallel axis, which cuts one dim of it.
+Rows rows_of_longest(const BucketParameter& member) {
+  if (member.shape.empty()) return {};
+  const auto of_row = [](const Shape& shape) { return numel(Shape(shape.begin() + 1, shape.end())); };
+  const bool cuts_rows = of_row(member.shape) == of_row(member.whole);
+  const int64_t count = !cuts_rows ? member.shape[0] : of_row(member.shape) == 0 ? 0 : member.room / of_row(member.shape);
+  return {count, count == 0 ? 0 : member.room / count};
+}
+
 bool is_cut_by(const Layout& layout, const std::string& axis) {
   return std::ranges::any_of(layout.flat, [&](const Split& split) { return split.axis == axis; });
 }
@@ -91,7 +106,6 @@ void BucketLayout::place(int64_t alignment, int64_t cuts, int64_t multiple, Gran
   else
     numel_ = place_in_order(alignment);
   numel_ = std::max(multiple, round_up(numel_, multiple));
-  compute_numel_ = numel_;
   for (const size_t i : by_offset_)
     if (members_[i].numel > 0) placed_.push_back({static_cast<int64_t>(i), {0, members_[i].numel}, members_[i].offset});
 }
@@ -117,9 +131,7 @@ int64_t BucketLayout::place_whole(int64_t alignment, int64_t cuts, int64_t multi
 }
 
 void BucketLayout::place_rows(int64_t alignment, const Strategy& strategy, int64_t cuts, int64_t multiple) {
-  is_interleaved_ = true;
-  compute_numel_ = std::max<int64_t>(1, place_in_order(alignment));
-  // The rows of each chunk: cut along the axes of the state, the outermost first, as `owned` cuts a dim.
+  // The rows of a chunk: cut along the axes of the state, the outermost first, as `owned` cuts a dim.
   const auto rows_of = [&](int64_t chunk, int64_t rows) {
     Interval part{0, rows};
     int64_t left = cuts;
@@ -131,49 +143,51 @@ void BucketLayout::place_rows(int64_t alignment, const Strategy& strategy, int64
     }
     return part;
   };
-  std::vector<std::vector<Segment>> segments(static_cast<size_t>(cuts));
-  int64_t longest = 0;
-  for (int64_t c = 0; c < cuts; ++c) {
-    int64_t end = 0;
+  const int64_t compute = place_in_order(alignment);
+  // No chunk has more rows than the first one, so what begins where it does there finds room in all.
+  std::vector<int64_t> begins;
+  int64_t chunk = 0;
+  for (const BucketParameter& member : members_) {
+    begins.push_back(round_up(chunk, alignment));
+    const Rows longest = rows_of_longest(member);
+    chunk = begins.back() + rows_of(0, longest.count).size() * longest.elements;
+  }
+  chunk = std::max(multiple / cuts, round_up(chunk, std::lcm(alignment, multiple / cuts)));
+  numel_ = cuts * chunk;
+  SHARD_CHECK(compute <= numel_, "bucket", "{} elements to compute with, in a bucket of {}", compute, numel_);
+  is_by_rows_ = true;
+  std::vector<size_t> blocks(members_.size(), 0);  // the number of each member's last one, from 1
+  for (int64_t c = 0; c < cuts; ++c)
     for (size_t i = 0; i < members_.size(); ++i) {
       const BucketParameter& member = members_[i];
       const int64_t rows = member.shape.empty() ? 1 : member.shape[0], row = rows == 0 ? 0 : member.numel / rows;
       const Interval own = rows_of(c, rows);
       if (own.size() * row == 0) continue;
-      const int64_t begin = round_up(end, alignment);
-      segments[static_cast<size_t>(c)].push_back({static_cast<int64_t>(i), {own.begin * row, own.end * row}, begin});
-      end = begin + own.size() * row;
+      placed_.push_back({static_cast<int64_t>(i), {own.begin * row, own.end * row}, c * chunk + begins[i]});
+      add_to_blocks(placed_.back(), chunk, blocks[i]);
     }
-    longest = std::max(longest, end);
-  }
-  const int64_t chunk = std::max(multiple / cuts, round_up(longest, std::lcm(alignment, multiple / cuts)));
-  numel_ = cuts * chunk;
-  for (int64_t c = 0; c < cuts; ++c)
-    for (Segment& segment : segments[static_cast<size_t>(c)]) {
-      segment.local += c * chunk;
-      placed_.push_back(segment);
-      add_to_blocks(segment);
-    }
+  is_interleaved_ = std::ranges::any_of(blocks_, [](const Block& block) {
+    return block.compute != block.bucket || (block.times > 1 && block.stride != block.size);
+  });
 }
 
-void BucketLayout::add_to_blocks(const Segment& segment) {
-  const int64_t compute = members_[static_cast<size_t>(segment.member)].offset + segment.run.begin;
-  const int64_t size = segment.run.size();
-  for (Block& block : blocks_) {
-    if (block.size != size || block.compute + block.times * size != compute) continue;
-    const int64_t stride = (segment.local - block.bucket) / block.times;
-    if (stride * block.times != segment.local - block.bucket || (block.times > 1 && stride != block.stride)) continue;
-    block.stride = stride;
-    ++block.times;
-    return;
+void BucketLayout::add_to_blocks(const Segment& segment, int64_t stride, size_t& last) {
+  if (last > 0) {
+    Block& block = blocks_[last - 1];
+    if (block.size == segment.run.size() && block.bucket + block.times * stride == segment.local) {
+      ++block.times;
+      return;
+    }
   }
-  blocks_.push_back({compute, segment.local, size});
+  const int64_t compute = members_[static_cast<size_t>(segment.member)].offset + segment.run.begin;
+  blocks_.push_back({compute, segment.local, segment.run.size(), 1, stride});
+  last = blocks_.size();
 }
 
 void BucketLayout::each_block(const at::Tensor& compute, const at::Tensor& bucket,
                               const std::function<void(const at::Tensor&, const at::Tensor&)>& visit) const {
-  SHARD_CHECK(compute.numel() == compute_numel_ && bucket.numel() == numel_, "bucket",
-              "buffers of {} and {} elements, expected {} and {}", compute.numel(), bucket.numel(), compute_numel_, numel_);
+  SHARD_CHECK(compute.numel() == numel_ && bucket.numel() == numel_, "bucket", "buffers of {} and {} elements, expected {}",
+              compute.numel(), bucket.numel(), numel_);
   for (const Block& block : blocks_)
     visit(compute.as_strided({block.times, block.size}, {block.size, 1}, compute.storage_offset() + block.compute),
           bucket.as_strided({block.times, block.size}, {block.stride, 1}, bucket.storage_offset() + block.bucket));
@@ -188,7 +202,7 @@ void BucketLayout::unpack(const at::Tensor& bucket, const at::Tensor& compute) c
 }
 
 Placement BucketLayout::placement(const BucketParameter& member, const LocalView& view) const {
-  if (!is_interleaved()) return {mesh_, in_bucket(member.own.layout.dims, view.layout, {member.offset, numel_})};
+  if (!is_by_rows_) return {mesh_, in_bucket(member.own.layout.dims, view.layout, {member.offset, numel_})};
   Layout layout{member.own.layout.dims, {}, view.layout.partial};
   for (const Split& split : view.layout.flat)
     layout = member.shape.empty() ? split_flat(std::move(layout), split) : split_dim(std::move(layout), 0, split);

@@ -66,10 +66,9 @@ class BucketLayout {
 
   const std::vector<BucketParameter>& members() const { return members_; }
   int64_t numel() const { return numel_; }
-  int64_t compute_numel() const { return compute_numel_; }
-  // Whether a member's elements do not lie in one piece in the bucket.
+  // Whether units compute in another buffer, of as many elements, since members do not lie in one piece in the bucket.
   bool is_interleaved() const { return is_interleaved_; }
-  // Copy between the two buffers, which are two where the bucket is interleaved. `pack` fills a bucket that is zero.
+  // Copy between the two. `pack` fills a bucket that is zero.
   void pack(const at::Tensor& compute, const at::Tensor& bucket) const;
   void unpack(const at::Tensor& bucket, const at::Tensor& compute) const;
   int64_t rank() const { return rank_; }  // this one, in the mesh
@@ -111,7 +110,7 @@ class BucketLayout {
   int64_t place_in_order(int64_t alignment);
   int64_t place_whole(int64_t alignment, int64_t cuts, int64_t multiple);
   void place_rows(int64_t alignment, const Strategy& strategy, int64_t cuts, int64_t multiple);
-  void add_to_blocks(const Segment& segment);
+  void add_to_blocks(const Segment& segment, int64_t stride, size_t& last);
   void each_block(const at::Tensor& compute, const at::Tensor& bucket,
                   const std::function<void(const at::Tensor& compute, const at::Tensor& bucket)>& visit) const;
   std::vector<Stage> sum_path(Layout from, const Layout& to, const Mesh& mesh, int64_t rank) const;
@@ -121,9 +120,9 @@ class BucketLayout {
   std::vector<BucketParameter> members_;
   std::vector<size_t> by_offset_;  // members
   std::vector<Segment> placed_;    // every element of the bucket but padding, by offset
-  bool is_interleaved_ = false;
-  std::vector<Block> blocks_;  // of this rank, where the bucket is interleaved
-  int64_t numel_ = 0, compute_numel_ = 0;
+  bool is_by_rows_ = false, is_interleaved_ = false;
+  std::vector<Block> blocks_;  // of this rank, where members are cut by rows
+  int64_t numel_ = 0;
   LocalView parameter_, accumulated_, state_, whole_;
   CollectiveStep unshard_, all_gather_updated_;
   std::optional<Stage> between_;

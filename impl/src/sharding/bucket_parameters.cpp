@@ -68,17 +68,20 @@ void BucketParameters::allocate_parameters() {
     compute_ = memory_->adopt(MemoryKind::parameter, memory.view(rules_.compute), bytes);
     parameter_ = compute_.narrow(0, own.interval.begin, own.size());
   } else {
-    compute_ = without_memory(layout_.compute_numel(), rules_.compute, memory_->device());
+    compute_ = without_memory(layout_.numel(), rules_.compute, memory_->device());
   }
   for (const BucketParameter& member : layout_.members())
     readable_.push_back(compute_.narrow(0, member.offset, member.numel).view(member.shape));
   if (side_by_side()) return;
   release_storage(compute_);
-  gathered_ = layout_.is_interleaved() ? without_memory(layout_.numel(), rules_.compute, memory_->device()) : compute_;
-  if (layout_.is_interleaved()) release_storage(gathered_);
+  gathered_ = compute_;
+  if (layout_.is_interleaved()) {
+    gathered_ = without_memory(layout_.numel(), rules_.compute, memory_->device());
+    release_storage(gathered_);
+  }
   if (!frees_compute()) {
     restore_storage(compute_, *memory_, MemoryKind::parameter);
-    if (layout_.is_interleaved()) restore_storage(gathered_, *memory_, MemoryKind::parameter);
+    if (storage_is_released(gathered_)) restore_storage(gathered_, *memory_, MemoryKind::parameter);
     parameter_ = gathered_;
     return;
   }
@@ -97,14 +100,14 @@ void BucketParameters::allocate_main() {
 }
 
 void BucketParameters::fill_from_values() {
-  at::Tensor whole = at::zeros({layout_.compute_numel()}, options(rules_.main));
+  at::Tensor whole = at::zeros({layout_.numel()}, options(rules_.main));
   for (size_t i = 0; i < views_.size(); ++i) {
     const BucketParameter& member = layout_.members()[i];
     whole.narrow(0, member.offset, member.numel).view(member.shape).copy_(views_[i]);
   }
   if (rules_.broadcast)
     for (const std::string& axis : rules_.sum_axes) comms_->along({axis}).broadcast(whole, 0).wait();
-  whole = packed(whole);
+  whole = packed(whole, MemoryKind::parameter);
   const auto part = [&](const LocalView& view) { return whole.narrow(0, view.interval.begin, view.size()); };
   parameter_.copy_(part(layout_.parameter()));
   main_.copy_(part(layout_.state()));
@@ -116,17 +119,18 @@ void BucketParameters::fill_from_initializer(const Initializer& initialize) {
                 layout_.members()[0].name);
   const auto fill = [&](const LocalView& view, const at::Tensor& local) {
     local.zero_();
-    for (int64_t m = 0; m < std::ssize(layout_.members()); ++m) {
-      const BucketParameter& member = layout_.members()[static_cast<size_t>(m)];
+    std::vector<std::vector<Segment>> segments(layout_.members().size());
+    for (const Segment& segment : view.segments) segments[static_cast<size_t>(segment.member)].push_back(segment);
+    for (size_t m = 0; m < segments.size(); ++m) {
+      if (segments[m].empty()) continue;
+      const BucketParameter& member = layout_.members()[m];
       const Placement at = layout_.placement(member, view);
-      at::Tensor values = at::empty({owned_numel(member.whole, at.mesh, at.layout, layout_.rank())}, rules_.main);
+      const at::Tensor values = at::empty({owned_numel(member.whole, at.mesh, at.layout, layout_.rank())}, rules_.main);
       for (const OwnedRun& run : owned_runs(member.whole, at.mesh, at.layout, layout_.rank()))
         initialize(member.name, member.whole, run.whole, values.narrow(0, run.local, run.whole.size()));
-      for (const Segment& segment : view.segments) {
-        if (segment.member != m) continue;
-        local.narrow(0, segment.local, segment.run.size()).copy_(values.narrow(0, 0, segment.run.size()));
-        values = values.narrow(0, segment.run.size(), values.numel() - segment.run.size());
-      }
+      for (const Segment& segment : segments[m])  // which follow each other in what the rank holds
+        local.narrow(0, segment.local, segment.run.size())
+            .copy_(values.narrow(0, segment.run.begin - segments[m][0].run.begin, segment.run.size()));
     }
   };
   fill(layout_.parameter(), parameter_);
@@ -203,16 +207,16 @@ void BucketParameters::finish_unshard() {
               first_name());
   unshard_work_.wait();
   await_updated();
+  if (frees_compute() && layout_.is_interleaved()) {
+    restore_storage(compute_, *memory_, MemoryKind::gathered);
+    layout_.unpack(gathered_, compute_);
+    release_storage(gathered_);
+  }
   residency_ = Residency::whole;
   whole_on_ = current_stream(memory_->device());
   whole_in_capture_ = is_capturing();
   if (!frees_compute()) return;
   kept_.reset();
-  if (layout_.is_interleaved()) {
-    restore_storage(compute_, *memory_, MemoryKind::gathered);
-    layout_.unpack(gathered_, compute_);
-    release_storage(gathered_);
-  }
   point_parameters_at(readable_);
 }
 
@@ -258,7 +262,7 @@ void BucketParameters::reshard_between() {
 void BucketParameters::keep(Comm& group, Interval part) {
   SHARD_CHECK(residency_ == Residency::whole, "bucket", "{}: a part of {} is kept of what is not whole", label_, first_name());
   at::Tensor kept = memory_->allocate(MemoryKind::gathered, part.size(), rules_.compute);
-  kept.copy_(packed(compute_).narrow(0, part.begin, part.size()));
+  kept.copy_(packed(compute_, MemoryKind::gathered).narrow(0, part.begin, part.size()));
   reshard();
   residency_ = Residency::kept;
   kept_ = kept;
@@ -286,6 +290,16 @@ void BucketParameters::end_update() {
 const at::Tensor& BucketParameters::parameter() const {
   await_updated();
   return parameter_;
+}
+
+std::vector<Shard> BucketParameters::shards() const {
+  if (!layout_.is_interleaved() || frees_compute()) return layout_.shards(layout_.parameter(), parameter());
+  await_updated();
+  std::vector<Shard> shards;
+  for (const BucketParameter& member : layout_.members())
+    shards.push_back({member.name, member.whole, layout_.placement(member, layout_.parameter()),
+                      compute_.narrow(0, member.offset, member.numel)});
+  return shards;
 }
 
 const at::Tensor& BucketParameters::main() const {

@@ -62,6 +62,9 @@ class BucketParameters : private BucketPart {
 
   // These wait for what all_gather_updated started.
   const at::Tensor& parameter() const;
+  // The same of each parameter. Where units find it, if the strategy keeps parameters whole; copies, where it keeps more of an
+  // interleaved bucket than it updates, but not all.
+  std::vector<Shard> shards() const;
   // To be written, too. Offloaded, it waits until the device has the values from before.
   const at::Tensor& main() const;
   // Where main() in the compute dtype goes.

@@ -15,9 +15,9 @@ std::string BucketPart::occasion(std::string_view what) const {
   return fmt::format("step {}, {} of {}{}", progress_->steps + 1, what, first_name(), progress_->last);
 }
 
-at::Tensor BucketPart::packed(const at::Tensor& compute) const {
+at::Tensor BucketPart::packed(const at::Tensor& compute, MemoryKind kind) const {
   if (!layout_.is_interleaved()) return compute;
-  const at::Tensor bucket = memory_->allocate(MemoryKind::communication, layout_.numel(), compute.scalar_type());
+  const at::Tensor bucket = memory_->allocate(kind, layout_.numel(), compute.scalar_type());
   layout_.pack(compute, bucket.zero_());
   return bucket;
 }

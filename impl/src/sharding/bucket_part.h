@@ -54,7 +54,7 @@ class BucketPart {
   // "step 3, gather of h.3.weight": what a collective is for, besides the unit.
   std::string occasion(std::string_view what) const;
   // What lies in the buffer that units compute in, as it lies in the bucket: the same memory unless it is interleaved.
-  at::Tensor packed(const at::Tensor& compute) const;
+  at::Tensor packed(const at::Tensor& compute, MemoryKind kind) const;
   // Throws Error when the padding in `local`, which `view` describes, is not zero.
   void check_padding(const LocalView& view, const at::Tensor& local, const char* what) const;
 

@@ -127,7 +127,7 @@ std::vector<Shard> Sharded::Impl::shards(Kind kind) const {
     const BucketLayout& layout = bucket->layout();
     if (kind != Kind::gradient) bucket->parameters.require_own();
     if (kind == Kind::gradient && !bucket->gradient.final()) continue;
-    std::vector<Shard> own = kind == Kind::parameter ? layout.shards(layout.parameter(), bucket->parameters.parameter())
+    std::vector<Shard> own = kind == Kind::parameter ? bucket->parameters.shards()
                              : kind == Kind::main    ? layout.shards(layout.state(), bucket->parameters.main())
                                                      : layout.shards(layout.state(), bucket->gradient.values());
     if (kind == Kind::gradient) std::erase_if(own, [&](const Shard& shard) { return !bucket->trains(shard.name); });

@@ -189,6 +189,8 @@ def _draw_options(draw: Draw, subject: Subject, mode: str) -> dict[str, Any]:
         if name in ONLY_ORDERED and (mode != "ordered" or not subject.specified):
             options[name] = values[0]
         else:
+            if name == "granularity" and options["gather"] == "side_by_side":  # which fully_shard refuses
+                values = [value for value in values if value != "row"]
             options[name] = draw.choice(name, values, 0.25, parse=int if name in ("scale", "prefetch") else None)
     return options
 

@@ -16,7 +16,8 @@ struct Piece {
   std::string name;  // the parameter's name; a tied parameter's first name
   Shape shape;       // the shape of the whole parameter
   Interval run;      // the elements, numbered in row-major order; never empty
-  at::Tensor data;   // 1-D with run.size() elements: the memory itself, not a copy
+  at::Tensor data;   // 1-D with run.size() elements: the memory itself; a copy only of parameters (not main parameters) that
+                     // are cut by rows, of which the strategy keeps more than it updates, but not all (hfsdp)
 };
 
 // What this rank holds of one tensor, in the storage order of its layout: the elements that `owned_runs` lists.
