@@ -39,7 +39,11 @@ constexpr std::array kOffload = {
     "step save step load@mesh(dp_shard=3) step",
     "mlp(widths=5-6-3) mesh(dp_shard=2) zero3(compute=bf16,reduce=bf16,offload=pageable) adamw(lr=0.01) ordered seed=9 : "
     "step*2",
-    "mlp(widths=4-6-2) mesh(dp_shard=2,tp=2) zero3(granularity=tensor,offload=pinned) sgd(lr=0.1) fast seed=4 : step*2"};
+    "mlp(widths=4-6-2) mesh(dp_shard=2,tp=2) zero3(granularity=tensor,offload=pinned) sgd(lr=0.1) fast seed=4 : step*2",
+    "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(units=leaf,granularity=row,prefetch_forward=1,prefetch_backward=1,offload=pinned)"
+    " adamw(lr=0.01,clip=1) ordered seed=8 : step*2",
+    "mlp(widths=4-6-3) mesh(dp_shard=3) zero1(units=leaf,granularity=row,publish=at_first_use,offload=pinned) "
+    "sgd(lr=0.1,momentum=0.9) ordered seed=2 : accumulate(2) step*2"};
 // Of seeds whose saves are in the background.
 constexpr std::array kSaves = {
     "mlp(widths=5-6-4) mesh(dp_replicate=2,dp_shard=2) hsdp(units=leaf,prefetch_forward=2,prefetch_backward=2) adamw(lr=0.01) "

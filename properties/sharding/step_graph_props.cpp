@@ -62,6 +62,7 @@ Subject drawn_subject() {
   subject.ordered = *rc::gen::arbitrary<bool>();
   subject.looks = *rc::gen::arbitrary<bool>();
   subject.options.buffers = *rc::gen::element(Buffers::freed, Buffers::pooled);
+  subject.options.granularity = *rc::gen::element(Granularity::element, Granularity::row);
   subject.options.prefetch_forward = subject.options.prefetch_backward = *rc::gen::inRange<int64_t>(0, 3);
   subject.options.reshard_after_backward = *rc::gen::arbitrary<bool>();
   return subject;
