@@ -1,6 +1,7 @@
 """ci/faults on a toy tree whose build is a copy and whose `verify` compares a file with what it should be."""
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -340,6 +341,11 @@ class Faults(unittest.TestCase):
         faults, tree = load("faults"), os.path.dirname(CI)
         catalogue = faults.read_catalogue(os.path.join(tree, "harness", "faults"), None)
         self.assertGreater(len(catalogue), 200)
+        with open(os.path.join(tree, "harness", "faults", "README.md"), encoding="utf-8") as file:
+            text = file.read()
+        for bugs, part in re.findall(r"^These (\d+) bugs(.*?)(?=^## )", text, re.MULTILINE | re.DOTALL):
+            self.assertEqual(int(bugs), len(re.findall(r"^\| [A-Z0-9]+-", part, re.MULTILINE)), "a count of the page")
+        self.assertEqual(set(re.findall(r"^\| ([A-Z0-9]+-\w+) ", text, re.MULTILINE)), {fault.id for fault in catalogue})
         lost, moved = faults.places(catalogue, tree)
         self.assertEqual((lost, moved), ([], []), "`@ FILE` names the file that has the lines")
 
