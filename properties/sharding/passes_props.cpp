@@ -30,8 +30,8 @@ std::map<std::string, at::Tensor> trained(const std::string& strategy, bool reco
       }
       optimizer.step();
     }
-    auto gathered = sharded.gather_parameters();
-    if (comms->rank() == 0) whole = std::move(gathered);
+    for (const auto& [name, value] : sharded.gather_parameters())
+      if (comms->rank() == 0) whole[name] = value;
   });
   return whole;
 }
