@@ -181,10 +181,11 @@ bool report(const Arguments& a, const std::vector<std::string>& order, const std
 }
 
 // A GPU's allocator keeps its blocks, and no memory there is side by side. Parameters that are whole on every rank are not
-// gathered, so there is nothing to lay side by side.
+// gathered, so there is nothing to lay side by side, and those that are cut by rows cannot lie so.
 std::vector<std::string> contestants(const Arguments& a) {
   std::vector<std::string> order = {"single", "ours"};
-  if (!a.on_gpu() && !chosen_strategy(a.task.strategy).parameter.flat.empty()) order.push_back("side_by_side");
+  const bool by_rows = std::ranges::count(a.task.sharding, "granularity=row") > 0;
+  if (!a.on_gpu() && !by_rows && !chosen_strategy(a.task.strategy).parameter.flat.empty()) order.push_back("side_by_side");
   size_t begin = 0;
   while (begin <= a.against.size()) {
     const size_t end = std::min(a.against.find(',', begin), a.against.size());
