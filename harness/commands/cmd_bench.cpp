@@ -31,6 +31,7 @@
 #include "shardproof/algebra/strategy.h"
 #include "shardproof/base/check.h"
 #include "shardproof/device/kernels/cuda.h"
+#include "shardproof/sharding/named_options.h"
 
 namespace harness {
 namespace {
@@ -184,7 +185,9 @@ bool report(const Arguments& a, const std::vector<std::string>& order, const std
 // gathered, so there is nothing to lay side by side, and those that are cut by rows cannot lie so.
 std::vector<std::string> contestants(const Arguments& a) {
   std::vector<std::string> order = {"single", "ours"};
-  const bool by_rows = std::ranges::count(a.task.sharding, "granularity=row") > 0;
+  shardproof::ShardOptions sharding;
+  shardproof::set_options(sharding, a.task.sharding);
+  const bool by_rows = sharding.granularity == shardproof::Granularity::row;
   if (!a.on_gpu() && !by_rows && !chosen_strategy(a.task.strategy).parameter.flat.empty()) order.push_back("side_by_side");
   size_t begin = 0;
   while (begin <= a.against.size()) {

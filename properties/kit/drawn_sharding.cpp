@@ -15,11 +15,6 @@ Strategy drawn_row() {
   return rows[*rc::gen::inRange<size_t>(0, rows.size())];
 }
 
-const char* granularity_name(Granularity granularity) {
-  constexpr const char* kNames[] = {"element", "tensor", "row"};
-  return kNames[static_cast<size_t>(granularity)];
-}
-
 UnitOptions options_of(const DrawnSharding& d, const std::string& unit) {
   UnitOptions own;
   if (unit.empty()) return own;
@@ -35,7 +30,8 @@ std::string DrawnSharding::str() const {
   return fmt::format(
       "{} {} ({} in blocks{}) on {}: {} heads, {} of keys, tied {}, sequence {}, aligned to {}, buckets of {} bytes, cut by {}",
       llama ? "llama" : "gpt", row.name, row_of_blocks.name, blocks_on_one_axis ? ", on one axis" : "", mesh.str(), heads,
-      kv_heads, tied, sequence, alignment, bucket_bytes_max, granularity_name(granularity));
+      kv_heads, tied, sequence, alignment, bucket_bytes_max,
+      named_option("granularity").text(static_cast<double>(granularity)));
 }
 
 DrawnModel DrawnSharding::make() const {

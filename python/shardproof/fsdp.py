@@ -216,23 +216,27 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        own = module.__dict__.get("forward")
+        before = {name: value for name, value in vars(module).items() if name == "forward"}
+
+        def put_back() -> None:
+            vars(module).pop("forward", None)
+            vars(module).update(before)
 
         def instead(*args: Any, **kwargs: Any) -> Any:
-            if own is None:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = own
+            put_back()
             return method(*args, **kwargs)
 
-        module.__dict__["forward"] = instead
-        return module(*args, **kwargs)
+        vars(module)["forward"] = instead
+        try:
+            return module(*args, **kwargs)
+        finally:
+            put_back()  # a hook may have failed before
 
     setattr(module, method_name, run)
 
 
 def share_comm_ctx(modules: "list[nn.Module]") -> None:
-    """Nothing: all models on one mesh share its communicators."""
+    """Do nothing, since all models on one mesh share its communicators. FSDP2 has the name."""
 
 
 def _all_noted() -> "list[nn.Module]":

@@ -127,7 +127,7 @@ void BucketGradient::begin_producing() {
   enter(GradientState::produced);
   produced_ = own_.defined() ? own_ : memory_->allocate(MemoryKind::gradient, layout_.numel(), produced_dtype(reduces_));
   stream_ = current_stream(produced_.device());
-  if (!layout_.is_interleaved())  // that one is packed into a bucket that is zero
+  if (!layout_.is_interleaved())  // otherwise the sum gets a bucket that was zero before it was packed
     for (const Interval& padding : layout_.whole().padding) part_of(produced_, padding.begin, {padding.size()}).zero_();
   holds_.assign(holds_.size(), false);
   suspicious_ = false;

@@ -156,7 +156,7 @@ void BucketLayout::place_rows(int64_t alignment, const Strategy& strategy, int64
   numel_ = cuts * chunk;
   SHARD_CHECK(compute <= numel_, "bucket", "{} elements to compute with, in a bucket of {}", compute, numel_);
   is_by_rows_ = true;
-  std::vector<size_t> blocks(members_.size(), 0);  // the number of each member's last one, from 1
+  std::vector<size_t> blocks(members_.size(), 0);  // the number of each member's last block, from 1; 0: it has none yet
   for (int64_t c = 0; c < cuts; ++c)
     for (size_t i = 0; i < members_.size(); ++i) {
       const BucketParameter& member = members_[i];

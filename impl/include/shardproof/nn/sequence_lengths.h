@@ -7,7 +7,7 @@
 
 namespace shardproof {
 
-// Of the calling thread, by the number of who cuts them.
+// Those of the calling thread, by the number of the object that cuts them.
 std::map<int64_t, int64_t>& sequence_lengths();
 
 // A number that nobody had before.

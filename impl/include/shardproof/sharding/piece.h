@@ -25,7 +25,7 @@ struct Shard {
   std::string name;
   Shape shape;  // of the whole tensor
   Placement at;
-  at::Tensor data;  // 1-D, the live memory; without elements where this rank holds nothing
+  at::Tensor data;  // 1-D, the live memory, or a copy as in a Piece; without elements where this rank holds nothing
 };
 
 // Appends the runs of a shard; `rank` is this one.

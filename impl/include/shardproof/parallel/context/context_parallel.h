@@ -42,12 +42,12 @@ class [[nodiscard]] ContextParallel {
   ContextParallel& operator=(ContextParallel&&) noexcept;
   ~ContextParallel();
 
-  // Returns this rank's positions, ascending, of a tensor that is whole along dim, such as tokens or targets. Forwards from now
-  // on, and recomputation in their backward, work on sequences of this tensor's length.
+  // Returns this rank's positions, ascending, of a tensor that is whole along dim, such as tokens or targets. From now on the
+  // calling thread's forwards, and what is recomputed of them, work on sequences of this tensor's length.
   at::Tensor cut(const at::Tensor& whole, int64_t dim = 1);
   // The inverse, e.g. for logits. It is differentiable, as context_gather is. Collective along the axis.
   at::Tensor join(const at::Tensor& own, int64_t dim = 1) const;
-  // How the length of the last `cut` is dealt out to the ranks.
+  // How the length of the calling thread's last `cut` is dealt out to the ranks.
   DimCut layout() const;
 
  private:
