@@ -25,7 +25,7 @@ endif()
 # groups save little more, and an edited file would wait longer for the rest of its group.
 # -DCMAKE_UNITY_BUILD=OFF compiles each file alone, which also shows an include that a file forgot.
 option(CMAKE_UNITY_BUILD "Compile sources in groups of SHARDPROOF_GROUP_SIZE" ON)
-set(SHARDPROOF_ALONE "" CACHE STRING "Targets whose files are compiled alone; ci/mutants changes one file after another")
+set(SHARDPROOF_ALONE "" CACHE STRING "Targets whose files are compiled alone; ci/faults changes one file after another")
 set(SHARDPROOF_GROUP_SIZE 4)
 set(CMAKE_UNITY_BUILD_BATCH_SIZE ${SHARDPROOF_GROUP_SIZE})
 if(CMAKE_UNITY_BUILD AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")

@@ -20,34 +20,39 @@ def _sharded(model: "Union[Sharded, nn.Module]") -> Sharded:
     if isinstance(model, Sharded):
         return model
     found = sharded_of(model) if isinstance(model, nn.Module) else None
-    if found is None:
+    if found is None and hasattr(model, "_shardproof_handle"):
+        found = model._shardproof_handle()
+    if found is None or found.module is not model:
         raise _C.Error(
             f"[checkpoint] expected a sharded model, got a {type(model).__name__}. Give what shardproof.fully_shard returned; "
-            "after shardproof.fsdp.fully_shard, give the outermost module, once its optimizer was made or it has run"
+            "after shardproof.fsdp.fully_shard, give the outermost module"
         )
     return found
 
 
-def _on_shards(optimizer: Optional[AnyOptimizer]) -> Optional[TorchState]:
+def _on_shards(sharded: Sharded, optimizer: Optional[AnyOptimizer]) -> Optional[TorchState]:
     """What is known of an optimizer of torch.optim; None of the library's own."""
     if optimizer is None or isinstance(optimizer, Optimizer):
         return None
+    if sharded.shards is not None:
+        return sharded.shards.state_of(optimizer)
     found = getattr(optimizer, "torch_state", None)
     if not isinstance(found, TorchState):
         raise _C.Error(
             f"[checkpoint] expected an optimizer on shards, got a {type(optimizer).__name__}. Make it by shardproof.adamw or "
-            "the like, by shardproof.fsdp.AdamW or the like, or by shardproof.torch_optimizer"
+            "the like, or by shardproof.torch_optimizer"
         )
     return found
 
 
-def _for_save(optimizer: Optional[AnyOptimizer]) -> Optional[_C.OptimizerState]:
-    state = _on_shards(optimizer)
+def _for_save(sharded: Sharded, optimizer: Optional[AnyOptimizer]) -> Optional[_C.OptimizerState]:
+    state = _on_shards(sharded, optimizer)
     return state.for_save() if state is not None else optimizer and optimizer.native
 
 
 def _load(model: "Union[Sharded, nn.Module]", run: "Callable[..., Any]", optimizer: Optional[AnyOptimizer]) -> Any:
-    sharded, state = _sharded(model), _on_shards(optimizer)
+    sharded = _sharded(model)
+    state = _on_shards(sharded, optimizer)
     target = state.for_load() if state is not None else optimizer and optimizer.native
     loaded = run(sharded.native, target)
     sharded._note_published()
@@ -90,8 +95,9 @@ def save(
     overwrite : bool
         Replace a directory that exists; otherwise it is an error.
     """
-    native = _sharded(sharded).native
-    _C.save(str(directory), native, _for_save(optimizer), step, values or {}, of_rank or {}, scaler, overwrite)
+    model = _sharded(sharded)
+    model._publish()
+    _C.save(str(directory), model.native, _for_save(model, optimizer), step, values or {}, of_rank or {}, scaler, overwrite)
 
 
 def load(
@@ -243,8 +249,9 @@ class Manager:
         scaler: Optional[LossScaler] = None,
     ) -> bool:
         """Save step_N. False when it was refused because the save before is still being written. Collective."""
-        native = _sharded(sharded).native
-        return self.native.save(native, _for_save(optimizer), step, values or {}, of_rank or {}, scaler)
+        model = _sharded(sharded)
+        model._publish()
+        return self.native.save(model.native, _for_save(model, optimizer), step, values or {}, of_rank or {}, scaler)
 
     def poll(self) -> bool:
         """Commit the save under way if all ranks have written it. True when none is under way. Collective."""

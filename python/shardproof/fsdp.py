@@ -3,26 +3,28 @@
 >>> for block in model.blocks:
 ...     fully_shard(block, mesh=mesh)
 >>> fully_shard(model, mesh=mesh)
->>> optimizer = shardproof.fsdp.AdamW(model.parameters(), lr=1e-3)      # instead of torch.optim.AdamW
+>>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-Modules are only noted down until the optimizer is made or the model first runs: then all of them are sharded at once.
-docs/howto/move_from_fsdp2.md lists what is the same and what is not.
+Between uses the model's parameters and their ``.grad`` are DTensors, cut along dim 0 as FSDP2's (`shards.py`). The engine around
+them is made at the first forward, which is collective. docs/howto/move_from_fsdp2.md lists what is the same and what is not.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any, Iterable, Optional
+from typing import Any, Optional
 
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.tensor import DTensor
 
 from . import _C
-from .optim import parameters_in, torch_optimizer
 from .ranks import mesh_comm
 from .sharded import Sharded, owner_of, sharded_of
 from .sharding import fully_shard as _fully_shard
+from .shards import Places, Shards, cut_of, shard_of
 from .units import Unit
 
 
@@ -32,6 +34,9 @@ class _Request:
     def __init__(self, modules: "list[nn.Module]", options: dict):
         self.modules = [weakref.ref(module) for module in modules]
         self.options = options
+        device = next((p.device.type for module in modules for p in module.parameters() if not p.is_meta), "cpu")
+        cut, ignored = cut_of(options["mesh"], device), options["ignored"] or ()
+        self.places = {id(module): Places(module, cut, _is_unit, ignored) for module in modules}
         self.triggers = [m.register_forward_pre_hook(self.run, prepend=True, with_kwargs=True) for m in modules]
 
     def run(self, module, args, kwargs):
@@ -46,12 +51,19 @@ _first_of: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]" = weak
 _around: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Sharded]]" = weakref.WeakKeyDictionary()
 
 
+def _is_unit(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
+
+
 class FSDPModule:
     """What a module gains by `fully_shard`: the methods of torch.distributed.fsdp.FSDPModule."""
 
     def _shardproof_handle(self) -> Sharded:
         found = _sharded_around(self)
         return found if found is not None else shard_now(_root_of(self))
+
+    def _places(self) -> "list[Places]":
+        return list(self._shardproof_handle().shards.places_of(self))
 
     def _units(self, recurse: bool) -> list:
         sharded = self._shardproof_handle()
@@ -64,30 +76,30 @@ class FSDPModule:
 
     def unshard(self, async_op: bool = False) -> "Optional[UnshardHandle]":
         """Gather this module's own parameters."""
-        unit = self._units(recurse=False)[0]
+        handle = UnshardHandle(self._units(recurse=False)[0], self._places())
         if not async_op:
-            unit.unshard()
+            handle.wait()
             return None
-        unit.start_unshard()
-        return UnshardHandle(unit)
+        handle.unit.start_unshard()
+        return handle
 
     def reshard(self) -> None:
         """Free this module's own parameters."""
+        for places in self._places():
+            places.hold(False)
         self._units(recurse=False)[0].reshard()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """While False, backwards add to gradients on this rank. Of the root, it also says whether the next backward is last."""
+        """While False, backwards add to gradients on this rank and reduce nothing."""
         sharded = self._shardproof_handle()
         if sharded.module is self and recurse:
             sharded.set_gradient_sync(requires_gradient_sync)
-            sharded.set_last_microbatch(requires_gradient_sync)
             return
         for unit in self._units(recurse=False):
             unit.set_gradient_sync(requires_gradient_sync, recurse)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether the next backward is the last one before the optimizer's step."""
-        self._shardproof_handle().set_last_microbatch(is_last_backward)
+        """Do nothing, since each backward ends what it has begun. FSDP2 has the name."""
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether parameters are freed after the forward, from the next one on."""
@@ -111,26 +123,19 @@ class FSDPModule:
         """Gather these modules while the backward of this one runs."""
         self._units(False)[0].set_backward_prefetch([module._units(False)[0] for module in modules])
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients of plain parameters. The root's own also forgets those that are accumulated in shards."""
-        sharded = _sharded_around(self)
-        if sharded is not None and sharded.module is not self:
-            raise _C.Error(
-                f"[fsdp] zero_grad() of a {type(self).__name__}, which is a part of a sharded {type(sharded.module).__name__}: "
-                "gradients are dropped of the whole model only. Call zero_grad() of the outermost module, or of the optimizer"
-            )
-        super().zero_grad(set_to_none)  # type: ignore[misc]
-
 
 class UnshardHandle:
     """A gather under way."""
 
-    def __init__(self, unit: _C.UnitHandle):
+    def __init__(self, unit: _C.UnitHandle, places: "list[Places]"):
         self.unit = unit
+        self.places = places
 
     def wait(self) -> None:
         """Return when the parameters are whole."""
         self.unit.unshard()
+        for each in self.places:
+            each.hold(True)
 
 
 def fully_shard(
@@ -155,7 +160,7 @@ def fully_shard(
     reshard_after_forward : bool or int, optional
         Without it True, and False for the root.
     shard_placement_fn
-        Refused: units are cut flat at any element, or with ``granularity="row"`` along dim 0.
+        Refused: parameters are cut along dim 0.
     mp_policy : MixedPrecisionPolicy or Precision, optional
         The dtypes.
     offload_policy : OffloadPolicy, optional
@@ -175,8 +180,7 @@ def fully_shard(
         raise _C.Error(f"[fsdp] fully_shard takes a module, or a list of modules that make up one unit, got {module!r}")
     if shard_placement_fn is not None:
         raise _C.Error(
-            "[fsdp] shard_placement_fn is not offered: units are cut flat at any element, or with granularity='row' along "
-            "dim 0. Leave it out"
+            "[fsdp] shard_placement_fn is not offered: parameters are cut along dim 0. Leave it out"
         )
     for each in modules:
         if isinstance(each, FSDPModule):
@@ -265,16 +269,18 @@ def _sharded_around(module: nn.Module) -> Optional[Sharded]:
 
 
 def shard_now(root: nn.Module) -> Sharded:
-    """Shard the model that was noted down, with `root` as its root. Collective."""
+    """Make the engine around the model that was noted down, with `root` as its root. Collective."""
     noted = [(module, _noted.pop(module)) for module in root.modules() if module in _noted]
     requests = {id(module): request for module, request in noted}
     own = requests[id(root)].options
     if len(requests[id(root)].modules) > 1:
         raise _C.Error("[fsdp] the outermost module is one of a list. Call fully_shard of the module around them as well")
     others = list({id(request): request for module, request in noted if module is not root}.values())
+    places: "dict[int, Places]" = {}
     for request in requests.values():
         for trigger in request.triggers:
             trigger.remove()
+        places.update(request.places)
     units = [
         Unit(
             [module for module in (reference() for reference in request.modules) if module is not None],
@@ -284,91 +290,109 @@ def shard_now(root: nn.Module) -> Sharded:
         for request in others
     ]
     ignored = {id(p): p for _, request in noted for p in request.options["ignored"] or ()}
-    options = dict(own["options"])
+    options = {"check_gradients": False, **own["options"], "granularity": "row"}
     if type(own["offload_policy"]).__name__ == "CPUOffloadPolicy":
         options.setdefault("offload", "pinned" if own["offload_policy"].pin_memory else "pageable")
-    sharded = _fully_shard(
-        root,
-        mesh_comm(None, own["mesh"]),
-        units=units,
-        precision=own["precision"],
-        ignored=list(ignored.values()) or None,
-        root_reshard_after_forward=own["reshard_after_forward"],
-        **options,
-    )
+    for each in places.values():
+        each.adopt()
+        each.hold(True)
+    try:
+        sharded = _fully_shard(
+            root,
+            mesh_comm(None, own["mesh"]),
+            units=units,
+            precision=own["precision"],
+            ignored=list(ignored.values()) or None,
+            root_reshard_after_forward=own["reshard_after_forward"],
+            **{**_values_of(root, places), **options},
+        )
+    except BaseException:
+        for each in places.values():
+            each.hold(False)
+        raise
     for module, _ in noted:
         _around[module] = weakref.ref(sharded)
+    sharded.follow_shards(Shards(sharded, places))
     return sharded
 
 
-def optimizer(kind: type, params: Iterable, **settings: Any) -> torch.optim.Optimizer:
-    """An optimizer of torch.optim for parameters of a model that `fully_shard` was given, or of a plain one. Collective.
-
-    Parameters
-    ----------
-    kind : type
-        A class of torch.optim.
-    params : iterable
-        Parameters, or dicts of them, as torch.optim takes them.
-    **settings
-        As the class takes them.
-    """
-    given = list(params)
-    if given and isinstance(given[0], dict):
-        given = [{**group, "params": parameters_in(group["params"])} for group in given]
-        every = [parameter for group in given for parameter in group["params"]]
-    else:
-        every = parameters_in(given)
-    sharded = next((found for found in map(owner_of, every) if found is not None), None)
-    if sharded is None:
-        ids = {id(parameter) for parameter in every}
-        noted = [module for module in _all_noted() if any(id(parameter) in ids for parameter in module.parameters())]
-        if not noted:
-            return kind(given, **settings)
-        sharded = shard_now(_root_of(noted[0]))
-    return torch_optimizer(kind, sharded, given, **settings)
-
-
-def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: "float | str" = 2.0) -> torch.Tensor:
-    """Clip the gradients of whole models by one norm over all of them, as torch.nn.utils.clip_grad_norm_. Collective.
-
-    The norm counts every element once on every mesh, and is taken of all sharded parameters of each model that one of the
-    given is of, and of the given ones that are not sharded. Gradients of the latter must be the same on every rank.
-    """
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    plain = [parameter for parameter in given if owner_of(parameter) is None]
-    models = list(dict.fromkeys(found for found in map(owner_of, given) if found is not None))
-    if not max_norm > 0:
-        raise _C.Error(f"[fsdp] clip_grad_norm_: max_norm must be above 0, got {max_norm}; skip_step() drops gradients")
-    if not models:
+def _values_of(root: nn.Module, places: "dict[int, Places]") -> dict:
+    """Where whole parameters get their values and their memory: from the shards that each rank has."""
+    by_whole = {id(parameter.whole): parameter for each in places.values() for _, _, parameter in each.entries}
+    named = {name: by_whole.get(id(value)) for name, value in root.named_parameters(remove_duplicate=False)}
+    without = [name for name, parameter in named.items() if parameter is not None and parameter.local.is_meta]
+    if len(without) == sum(parameter is not None for parameter in named.values()) > 0:
+        return {}  # `initialize` is to give values
+    if without:
         raise _C.Error(
-            "[fsdp] clip_grad_norm_: none of the parameters is of a sharded model. Use torch.nn.utils.clip_grad_norm_"
+            f"[fsdp] the shard of {without[0]} is on the meta device, and others are not. Call to_empty of the whole model, and "
+            "give it values, before the first forward"
         )
-    if len(models) == 1 and not plain:
-        return torch.tensor(models[0].clip_gradients(max_norm, float(norm_type)))
-    gradients = [parameter.grad for parameter in plain if parameter.grad is not None]
-    norms = [sharded.gradient_norm(float(norm_type)) for sharded in models]
-    if plain:
-        norms.append(float(torch.nn.utils.get_total_norm(gradients, float(norm_type))))
-        of_ranks = models[0].comms.world.gather_texts(str(norms[-1]))
-        if len(set(of_ranks)) > 1:
-            raise _C.Error(
-                f"[fsdp] clip_grad_norm_: {len(plain)} of the parameters are not sharded, and the norms of their gradients are "
-                f"{', '.join(of_ranks)} on the ranks, so no one factor fits. Average these gradients over the ranks before, "
-                "or call fully_shard of the root, too, without ignored_params"
-            )
-    norm = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), float(norm_type))
-    divisor = (float(norm) + 1e-6) / max_norm
-    if not divisor <= 1:
-        for sharded in models:
-            sharded.divide_gradients(divisor)
-        for gradient in gradients:
-            gradient.div_(divisor)
-    return norm.float()
+
+    def fill(name: str, shape: "list[int]", begin: int, end: int, values: torch.Tensor) -> None:
+        named[name].fill(begin, end, values)
+
+    device = next((parameter.local.device for parameter in by_whole.values()), None)
+    return {"initialize": fill, "device": device}
+
+
+def clip_grad_norm_(
+    parameters: Any, max_norm: float, norm_type: "float | str" = 2.0, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Clip gradients by one norm over all of them, as torch.nn.utils.clip_grad_norm_, and return it as a plain tensor. Collective.
+
+    Parameters that are not sharded may be among the given ones. Their gradients must be the same on every rank. PyTorch's own
+    function takes shards as well, but for the infinity norm where a rank has no rows of a parameter.
+    """
+    given = [shard_of(each) for each in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)]
+    given, order = [parameter for parameter in given if parameter.grad is not None], float(norm_type)
+    if not max_norm > 0:
+        raise _C.Error(f"[fsdp] clip_grad_norm_: max_norm must be above 0, got {max_norm}; zero_grad() drops gradients")
+    by_cut: "dict[Any, list[torch.Tensor]]" = {}
+    for parameter in given:
+        gradient = parameter.grad
+        cut = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+        by_cut.setdefault(cut, []).append(gradient._local_tensor if cut else gradient)
+    norms = [_norm_along(cut, gradients, order) for cut, gradients in by_cut.items()]
+    total = torch.linalg.vector_norm(torch.stack(norms), order) if len(norms) > 1 else norms[0] if norms else torch.tensor(0.0)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(f"[fsdp] clip_grad_norm_: the norm of order {order} is {total.item()}, so gradients cannot be clipped")
+    shards = [parameter for parameter in given if isinstance(parameter.grad, DTensor)]
+    plain = [parameter for parameter in given if not isinstance(parameter.grad, DTensor)]
+    if shards and plain:
+        _require_same(norms[list(by_cut).index(None)], len(plain), vars(shards[0])["_shardproof_parameter"].sharded())
+    for each in (shards, plain):
+        torch.nn.utils.clip_grads_with_norm_(each, max_norm, total)
+    return total
+
+
+def _norm_along(cut: Any, gradients: "list[torch.Tensor]", order: float) -> torch.Tensor:
+    """The norm of what a rank has, or, where it is cut, of what the ranks have together."""
+    held = [gradient for gradient in gradients if gradient.numel()]
+    norm = torch.nn.utils.get_total_norm(held, order) if held else gradients[0].new_zeros(())
+    if cut is None:
+        return norm
+    mesh, placements = cut
+    for dim in (dim for dim, placement in enumerate(placements) if placement.is_shard()):
+        if order == float("inf"):
+            norm = all_reduce(norm, "max", (mesh, dim))
+        else:
+            norm = all_reduce(norm**order, "sum", (mesh, dim)) ** (1.0 / order)
+    return norm
+
+
+def _require_same(norm: torch.Tensor, count: int, sharded: Optional[Sharded]) -> None:
+    of_ranks = sharded.comms.world.gather_texts(str(norm.item())) if sharded is not None else []
+    if len(set(of_ranks)) > 1:
+        raise _C.Error(
+            f"[fsdp] clip_grad_norm_: {count} of the parameters are not sharded, and the norms of their gradients are "
+            f"{', '.join(of_ranks)} on the ranks, so no one factor fits. Average these gradients over the ranks before, "
+            "or call fully_shard of the root, too, without ignored_params"
+        )
 
 
 def __getattr__(name: str) -> Any:
-    """``shardproof.fsdp.AdamW`` and the like: torch.optim's class of that name, on shards. Policies are FSDP2's own."""
+    """``shardproof.fsdp.AdamW`` and the like are torch.optim's own. Policies are FSDP2's own."""
     if name in ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"):
         from torch.distributed import fsdp  # pylint: disable=import-outside-toplevel
 
@@ -376,4 +400,4 @@ def __getattr__(name: str) -> Any:
     kind = getattr(torch.optim, name, None)
     if name.startswith("_") or not isinstance(kind, type):
         raise AttributeError(f"module 'shardproof.fsdp' has no attribute '{name}', and torch.optim has no class of that name")
-    return functools.partial(optimizer, kind)
+    return kind

@@ -27,6 +27,11 @@ class Optimizer:
     """One of the library's optimizers. Made by `sgd`, `adam`, `adamw`, `lion` and `muon`."""
 
     def __init__(self, sharded: Sharded, groups: list):
+        if sharded.shards is not None:
+            raise _C.Error(
+                "[optimizer] after shardproof.fsdp.fully_shard gradients are in the .grad of parameters, where the library's own "
+                "optimizers do not look. Give the parameters to one of torch.optim, or shard by shardproof.fully_shard"
+            )
         self.sharded = sharded
         self.native = _C.make_optimizer(sharded.native, groups)
 
@@ -361,7 +366,7 @@ def parameters_in(given: Any) -> list:
     return [each[1] if isinstance(each, tuple) else each for each in listed]
 
 
-def _numbers_of(group: dict) -> str:
+def numbers_of(group: dict) -> str:
     """A group's settings that are numbers: all ranks have the same."""
     return " ".join(f"{name}={value}" for name, value in group.items() if isinstance(value, (bool, int, float, tuple)))
 
@@ -451,7 +456,7 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
                 update(self)
             finally:
                 self._updates_shards = False
-            sharded.native.finish_foreign_step(" | ".join([members, *map(_numbers_of, self.param_groups)]))
+            sharded.native.finish_foreign_step(" | ".join([members, *map(numbers_of, self.param_groups)]))
             sharded._note_published()
             sharded._stepped = (weakref.ref(self), sharded.step)
             shards.drop_gradients()

@@ -58,17 +58,36 @@ class Sharded:
         self._hooks.append(module.register_forward_pre_hook(self._publish, prepend=True))
         self._of_optimizer: "list[nn.Parameter]" = []  # what an optimizer of torch.optim writes to, and anybody else who may
         self._version = 0
+        self.shards: Any = None  # Shards, where parameters are DTensors between uses
         module.__dict__["_shardproof_sharded"] = self
         module.__dict__["zero_grad"] = self._zero_grad_of_module
 
+    def follow_shards(self, shards: Any) -> None:
+        """Compute with what DTensors hold (`shards.Shards`), which are the module's parameters between uses."""
+        self.shards = shards
+        self._of_optimizer = [parameter.shard for parameter in shards.every]
+        for hooks in self._hooks:
+            if isinstance(hooks, UnitHooks) and (places := shards.places.get(id(hooks.module))) is not None:
+                hooks.put_shards_back(places)
+        self.main_parameters_changed()
+
     def _zero_grad_of_module(self, set_to_none: bool = True) -> None:
         """Forget gradients, also those that are accumulated in shards."""
+        if self.shards is not None:
+            self.shards.end_lost_backward()
         self.zero_gradients()
         type(self.module).zero_grad(self.module, set_to_none)
 
     def _publish(self, *_: Any) -> None:
         """Bring parameters up to date where somebody wrote to the optimizer's tensors since. Collective where that is so."""
-        if self._version != sum(each._version for each in self._of_optimizer):
+        lags = self.shards is not None and self.shards.begin_forward()
+        if not lags and self._version == sum(each._version for each in self._of_optimizer):
+            return
+        if self.shards is not None and self.shards.done:
+            self.native.finish_foreign_step("; ".join(self.shards.done))
+            self.shards.done.clear()
+            self._note_published()
+        else:
             self.main_parameters_changed()
 
     def _note_published(self) -> None:
@@ -328,7 +347,10 @@ class Sharded:
 
     def remove(self) -> nn.Module:
         """Turn the model back into a plain one with whole parameters, and return it. Collective."""
+        self._publish()
         whole = dict(self._alive().gather_parameters())
+        if self.shards is not None:
+            self.shards.restore()
         for hooks in self._hooks:
             hooks.remove()
         self._native = None
@@ -360,8 +382,7 @@ def _refuse_whole_parameters(optimizer: torch.optim.Optimizer, args: Any, kwargs
                 raise _C.Error(
                     f"[optimizer] {type(optimizer).__name__} was given parameters of a sharded model, which have their "
                     "gradients in shards, so it would train nothing. Make it by shardproof.torch_optimizer("
-                    f"torch.optim.{type(optimizer).__name__}, sharded, ...), or shardproof.fsdp.{type(optimizer).__name__}"
-                    "(params, ...)"
+                    f"torch.optim.{type(optimizer).__name__}, sharded, ...)"
                 )
 
 
@@ -386,8 +407,7 @@ def _refuse_to_clip_whole_parameters(name: str) -> None:
         if any(owner_of(parameter) is not None for parameter in given):
             raise _C.Error(
                 f"[clip] torch.nn.utils.{name} was given parameters of a sharded model, which have their gradients in shards, "
-                "so it would clip nothing. Call sharded.clip_gradients(norm_max), or shardproof.fsdp.clip_grad_norm_(params, "
-                "max_norm), on every rank"
+                "so it would clip nothing. Call sharded.clip_gradients(norm_max) on every rank"
             )
         if isinstance(parameters, types.GeneratorType):  # PyTorch warns of an empty one
             parameters = (parameter for parameter in given)

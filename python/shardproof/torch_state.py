@@ -19,7 +19,7 @@ _OF_THE_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
 
 
 class TorchState:
-    """What `torch_optimizer` knows of an optimizer that it made.
+    """What is known of an optimizer that `torch_optimizer` made, or that has shards of a model (`shards.py`).
 
     Parameters
     ----------
@@ -86,9 +86,9 @@ class TorchState:
                 numbers = {what: (value, model[what]) for what, value in scalars.items()}
                 at = 0
                 for parameter in self.pieces.get(name, []):
-                    end = at + parameter.numel()
+                    end = at + _local(parameter).numel()
                     state: "dict[str, Any]" = {what: _number_as(*number) for what, number in numbers.items()}
-                    state.update({what: whole[at:end].view(parameter.shape) for what, whole in tensors.items()})
+                    state.update({what: _like(parameter, whole[at:end]) for what, whole in tensors.items()})
                     self.optimizer.state.pop(parameter, None)
                     if state:
                         self.optimizer.state[parameter] = state
@@ -128,7 +128,7 @@ class TorchState:
                         f"[checkpoint] rank {self.sharded.rank}: the state '{what}' that {self.kind.__name__} keeps of {name} "
                         "has neither one value for each element of the parameter nor one number, so it cannot be saved"
                     )
-            flat = [value.detach().contiguous().view(-1) for value in values]
+            flat = [_local(value.detach()).contiguous().view(-1) for value in values]
             tensors[what] = flat[0] if len(flat) == 1 else torch.cat(flat)
         return tensors, scalars
 
@@ -164,6 +164,16 @@ def bare_step(kind: type) -> Callable:
     while getattr(step, "__code__", None) is _HOOKED_STEP:
         step = step.__wrapped__
     return step
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a DTensor, and other tensors as they are."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _like(parameter: nn.Parameter, flat: torch.Tensor) -> torch.Tensor:
+    values = flat.view(_local(parameter).shape)
+    return type(parameter)(values, parameter._spec, requires_grad=False) if hasattr(parameter, "_local_tensor") else values
 
 
 def _copied(value: Any) -> Any:

@@ -293,6 +293,7 @@ class UnitHooks:
         ]
         self.module = module
         self.freed = [parameter for parameter in module.parameters() if _has_no_data(parameter)]
+        self.places: Any = None  # Places, where parameters are DTensors between uses
         if self.call.recomputes:
             self.plain_forward = module.forward
             module.forward = self.forward_recomputed
@@ -303,7 +304,14 @@ class UnitHooks:
         if "forward" in self.module.__dict__ and hasattr(self, "plain_forward"):
             restore_forward(self.module, self.plain_forward)
 
+    def put_shards_back(self, places: Any) -> None:
+        """Around forwards, also those that fail: whole parameters are in their places within, and shards outside."""
+        self.places = places
+        self.handles.append(self.module.register_forward_hook(lambda *_: places.leave(), always_call=True))
+
     def enter(self, module, args, kwargs):
+        if self.places is not None:
+            self.places.enter()
         self.call.before()
         casts = _Casts(self.call)
         self.entered.append(casts)

@@ -160,6 +160,9 @@ void bind_comm(py::module_& module) {
       .def_property_readonly("data_rank", &MeshComm::data_rank)
       .def_property_readonly("data_size", &MeshComm::data_size)
       .def_property_readonly("world", [](MeshComm& comms) { return comms.world().shared(); })
+      .def(
+          "along", [](MeshComm& comms, const std::string& axis) { return comms.along({axis}).shared(); }, py::arg("axis"),
+          Unlocked())
       .def("axes",
            [](const MeshComm& comms) {
              std::vector<std::pair<std::string, int64_t>> axes;

@@ -4,6 +4,7 @@
 #include "held.h"
 #include "options.h"
 #include "shardproof/base/check.h"
+#include "shardproof/sharding/hand_over.h"
 #include "shardproof/sharding/note.h"
 
 namespace shardproof::python {
@@ -50,6 +51,19 @@ void finish_foreign_step(ShardedMirror& held, const std::string& done) {
 // Before somebody else, whose name errors begin with, writes main parameters that other ranks may be reading.
 void begin_foreign_step(ShardedMirror& held, const std::string& who) {
   held.sharded.main_parameters_will_change(who.c_str());
+}
+
+// Names of the parameters that have a gradient, and what this rank holds of them.
+std::pair<std::vector<std::string>, std::vector<Piece>> hand_over(ShardedMirror& held) {
+  HandedGradients handed = hand_over_gradients(held.sharded);
+  return {std::move(handed.used), std::move(handed.pieces)};
+}
+
+void watch(ShardedMirror& held, const py::object& told) {
+  watch_backwards(held.sharded, [kept = python::Held(told)](bool begins) {
+    const py::gil_scoped_acquire locked;
+    kept.get()(begins);
+  });
 }
 
 // Of what an optimizer works on: "model" where every rank has all of it, "tensor" where each parameter that a rank has is
@@ -150,6 +164,8 @@ void bind_sharded(py::module_& module) {
           "main_parameters_changed", [](Held& held) { held.sharded.main_parameters_changed(); }, Unlocked())
       .def("begin_foreign_step", &begin_foreign_step, py::arg("who"), Unlocked())
       .def("finish_foreign_step", &finish_foreign_step, py::arg("done"), Unlocked())
+      .def("hand_over_gradients", &hand_over, Unlocked())
+      .def("watch_backwards", &watch, py::arg("told"))
       .def("held_as", &held_as)
       .def(
           "gather_parameters", [](Held& held) { return held.sharded.gather_parameters(); }, Unlocked())

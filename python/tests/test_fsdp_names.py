@@ -1,12 +1,11 @@
 """shardproof.fsdp has the names of FSDP2, and does what they say."""
 
 import copy
-import sys
-import threading
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import shardproof
 import shardproof.fsdp
@@ -68,23 +67,20 @@ def test_accumulation_by_set_requires_gradient_sync():
         assert norm > 0
 
 
-def test_gradients_are_dropped_of_the_whole_model_and_not_by_one_of_its_parts():
+def test_gradients_are_added_until_they_are_dropped():
     base = Net()
 
     def body(comm):
         model = shard(comm, copy.deepcopy(base))
-        model.blocks[0].zero_grad()  # nothing is sharded as yet
         norms = []
         for drops in (False, True):
-            model.set_is_last_backward(False)
             loss_of(model, batch(1)).backward()
-            with pytest.raises(shardproof.Error, match="zero_grad.. of a FSDPBlock, which is a part of a sharded FSDPNet"):
-                model.blocks[0].zero_grad()
             if drops:
                 model.zero_grad()
-            model.set_is_last_backward(True)
             loss_of(model, batch(0)).backward()
-            norms.append(model._shardproof_handle().gradient_norm())
+            norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).full_tensor().item())
+            model.blocks[0].zero_grad()
+            assert model.blocks[0].up.weight.grad is None and model.blocks[1].up.weight.grad is not None
             model.zero_grad()
         return norms
 
@@ -106,12 +102,10 @@ def test_units_are_gathered_and_freed_by_hand():
         block.unshard(async_op=True).wait()
         total = block.up.weight.sum().item()
         block.reshard()
-        with pytest.raises(RuntimeError, match="has no data here"):
-            block.up.weight.sum().item()
+        assert isinstance(block.up.weight, DTensor) and block.up.weight.sum().full_tensor().item() == pytest.approx(total)
         model.set_modules_to_forward_prefetch([model.blocks[0]])
         model.set_reshard_after_forward(False)
         model(batch(0)[0])
-        assert model.blocks[2].up.weight.sum().item() is not None
         model.zero_grad()
         return total
 
@@ -140,49 +134,15 @@ def test_what_is_not_offered_is_refused():
         model = Net()
         with pytest.raises(shardproof.Error, match="shard_placement_fn is not offered"):
             fully_shard(model, shard_placement_fn=lambda p: None)
-        fully_shard(model.blocks[0], mesh="dp_shard=1")
+        fully_shard(model.blocks[0], mesh=shardproof.MeshComm(comm, "dp_shard=1"))
+        with pytest.raises(shardproof.Error, match="there is no process group"):
+            fully_shard(model.blocks[1], mesh="dp_shard=1")
         with pytest.raises(shardproof.Error, match="was given to fully_shard before"):
             fully_shard(model.blocks[0])
-        with pytest.raises(shardproof.Error, match="none of the parameters is of a sharded model"):
-            shardproof.fsdp.clip_grad_norm_(model.parameters(), 1.0)
         with pytest.raises(AttributeError, match="torch.optim has no class of that name"):
             shardproof.fsdp.NoSuchOptimizer
 
     shardproof.run_threads(1, body)
-
-
-def test_optimizers_are_made_while_other_ranks_note_modules_down():
-    model = nn.Linear(3, 3)
-    over, noted = threading.Event(), []
-
-    def note():
-        while not over.is_set():
-            noted.append(fully_shard(nn.Linear(1, 1)))
-            if len(noted) > 200:
-                noted.clear()
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    other = threading.Thread(target=note)
-    other.start()
-    try:
-        for _ in range(300):
-            optimizer = shardproof.fsdp.SGD(model.parameters(), lr=0.1)  # looks among all that is noted
-            assert type(optimizer) is torch.optim.SGD
-    finally:
-        over.set()
-        other.join()
-        sys.setswitchinterval(interval)
-
-
-def test_a_model_is_found_by_a_parameter_of_any_group():
-    def body(comm):
-        model = shard(comm, Net())
-        plain = nn.Parameter(torch.zeros(2))
-        shardproof.fsdp.SGD([{"params": [plain]}, {"params": model.parameters()}], lr=0.1)
-
-    with pytest.raises(shardproof.Error, match="is not one of the sharded model's"):
-        shardproof.run_threads(1, body)
 
 
 def test_groups_of_parameters_keep_their_settings():
@@ -197,6 +157,7 @@ def test_groups_of_parameters_keep_their_settings():
         model = shard(comm, copy.deepcopy(base))
         optimizer = shardproof.fsdp.AdamW(groups_of(model.parameters()), lr=0.01, weight_decay=0.0)
         for step in range(2):
+            optimizer.zero_grad()
             loss_of(model, batch(step * comm.size + comm.rank)).backward()
             optimizer.step()
         return model._shardproof_handle().gather()

@@ -7,7 +7,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import shardproof
-from shardproof import fsdp
 
 
 class WithRate(torch.optim.Optimizer):
@@ -191,8 +190,10 @@ def test_state_of_whole_tensors_comes_back_from_a_checkpoint(kind, tmp_path):
 def test_two_optimizers_of_one_model_are_told_to_be_one():
     def body(comm):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-        fsdp.fully_shard(model, mesh=shardproof.MeshComm(comm, "dp_shard=2"))
-        first, second = fsdp.SGD(model[0].parameters(), lr=0.1), fsdp.SGD(model[1].parameters(), lr=0.1)
+        sharded = shardproof.fully_shard(model, comm)
+        first, second = (
+            shardproof.torch_optimizer(torch.optim.SGD, sharded, part.parameters(), lr=0.1) for part in model
+        )
         model(torch.ones(2, 3)).sum().backward()
         first.step()
         with pytest.raises(shardproof.Error, match="Make one optimizer of all parameters that train, with a group for each"):

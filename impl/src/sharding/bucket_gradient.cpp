@@ -69,7 +69,8 @@ BucketGradient::BucketGradient(const BucketContext& context)
     : BucketPart(context),
       arrived_(views_.size(), false),
       placed_(views_.size(), false),
-      holds_(views_.size(), false) {
+      holds_(views_.size(), false),
+      reached_(views_.size(), false) {
   sums_find_bad_terms_ = rules_.check_gradients && std::isinf(rules_.gradient_magnitude_max) &&
                          Reduction::finds_bad_terms(*comms_, layout_.reduce(), rules_.reduction, views_.front().device());
   // Where the whole gradient stays on the rank until the last microbatch, all buckets' are there at once. So each has memory of
@@ -118,7 +119,7 @@ void BucketGradient::add_gradient(int64_t index, const at::Tensor& given) {
   SHARD_CHECK(gradient.numel() == member.numel, "bucket", "gradient of {}: {} elements, expected {}", member.name,
               gradient.numel(), member.numel);
   missing_ -= !arrived_[index];
-  arrived_[index] = true;
+  arrived_[index] = reached_[index] = true;
   take(index, gradient);
 }
 
@@ -168,9 +169,11 @@ void BucketGradient::take(int64_t index, const at::Tensor& gradient) {
 }
 
 void BucketGradient::fill_missing() {
+  const std::vector<bool> reached = reached_;
   for (size_t i = 0; i < views_.size(); ++i)
     if (!arrived_[i])
       add_gradient(static_cast<int64_t>(i), at::zeros({layout_.members()[i].numel}, options(rules_.compute)));
+  reached_ = reached;
 }
 
 void BucketGradient::start_reduce(bool last, const std::string& where) {
@@ -322,6 +325,7 @@ void BucketGradient::adopt(at::Tensor gradient) {
 void BucketGradient::zero_gradients() {
   enter(GradientState::empty);
   reductions_ = 0;
+  reached_.assign(reached_.size(), false);
   is_outer_ = false;
   produced_.reset();
   accumulated_.reset();

@@ -80,6 +80,9 @@ class BucketGradient : private BucketPart {
   // Adds up what the ranks of the group have of the final gradient: terms along the tensor-parallel axis. Collective.
   void sum_terms(Comm& group);
 
+  // Whether a backward on this rank has made a gradient of the parameter since gradients were zeroed.
+  bool was_reached(size_t member) const { return reached_[member]; }
+
   // Takes what a replayed graph has made as the final gradient.
   void adopt(at::Tensor gradient);
 
@@ -104,6 +107,7 @@ class BucketGradient : private BucketPart {
   std::vector<bool> arrived_;      // in this backward
   std::vector<bool> placed_;       // in this backward somebody was given the place
   std::vector<bool> holds_;        // produced_ has a value, of this or an earlier backward
+  std::vector<bool> reached_;      // by a backward since gradients were zeroed
   int64_t missing_ = 0;
   bool reduces_ = true;          // this backward's are reduced at its end
   bool last_ = false;            // the reduction under way is the last of the step

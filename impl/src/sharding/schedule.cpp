@@ -123,6 +123,7 @@ void Schedule::begin_backward() {
       if (reduces) to_reduce_.push_back({unit.get(), bucket.get()});
     }
   begin_comparison();
+  if (watcher_) watcher_(true);
   torch::autograd::Engine::get_default_engine().queue_callback([this] { end_backward(); });
 }
 
@@ -181,6 +182,7 @@ void Schedule::end_backward() {
   end_comparison();
   require_recomputed_entered();
   if (sync_ && is_microbatch_ && last_microbatch_ && finish_) finish_();
+  if (watcher_) watcher_(false);
 }
 
 // Where the backend sees nothing but data, ranks in other steps, microbatches or states would add up what does not belong

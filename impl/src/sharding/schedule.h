@@ -73,6 +73,10 @@ class Schedule final : public UnitEvents {
   bool gradient_sync() const { return sync_; }
   // Runs at the end of every last backward.
   void set_finish(std::function<void()> finish) { finish_ = std::move(finish); }
+  // See watch_backwards (hand_over.h).
+  void set_watcher(std::function<void(bool begins)> watcher) { watcher_ = std::move(watcher); }
+  // Who has the gradients of the last backward.
+  void note_taken(const char* who) { taken_by_ = who; }
 
   // Throws Error, naming `what`, inside a backward.
   void require_no_backward(const char* what) const;
@@ -127,6 +131,7 @@ class Schedule final : public UnitEvents {
   const char* taken_by_ = nullptr;  // what took or discarded the gradients of the last backward
   bool last_microbatch_ = true, sync_ = true;
   std::function<void()> finish_;
+  std::function<void(bool begins)> watcher_;  // empty: nobody watches
   std::vector<std::shared_ptr<Unit>> units_, recomputed_;
   std::shared_ptr<ActivationStore> activations_;  // null: no unit has its activations elsewhere
   std::shared_ptr<DelayedGradients> delayed_;     // null: no gradient is made later

@@ -1,0 +1,29 @@
+// For who gives the gradients of a sharded model to somebody else than the library's optimizers, such as to the `.grad` of
+// tensors that PyTorch's own optimizers update.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "shardproof/sharding/fully_shard.h"
+
+namespace shardproof {
+
+struct HandedGradients {
+  // Parameters that have a gradient: on some rank a backward has reached them since gradients were handed over last. In the
+  // order of buckets, by their first names. The same on every rank.
+  std::vector<std::string> used;
+  // What this rank holds of these gradients, as Sharded::gradients() gives it. The memory is the caller's.
+  std::vector<Piece> pieces;
+};
+
+// Hands over the gradients that are final, after which another backward begins anew, and no optimizer of the library finds
+// them. Units whose gradients are not reduced yet keep them. Collective over the mesh. Throws Error inside a backward.
+HandedGradients hand_over_gradients(Sharded& sharded);
+
+// Calls `told(true)` when a backward reaches the model first, and `told(false)` after it has ended, finishing steps included;
+// not after one that ends in an exception. One at a time: another call replaces it.
+void watch_backwards(Sharded& sharded, std::function<void(bool begins)> told);
+
+}  // namespace shardproof

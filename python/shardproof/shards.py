@@ -1,0 +1,358 @@
+"""Parameters between uses: DTensors that are cut along dim 0, as FSDP2 has them, in the place of whole parameters.
+
+`fully_shard` of `shardproof.fsdp` puts them into a module at once, and the first forward gives the engine their values. From
+then on they are views of the engine's main parameters. While a unit runs, or a backward, the module has the whole parameters,
+with which it computes. What a backward leaves is in `.grad`, so whatever PyTorch does with parameters, gradients and optimizers
+it does with these. What was written to them is brought to all ranks at the next forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Any, Callable, Iterable, Iterator, Optional
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from . import _C
+from .optim import numbers_of
+from .ranks import default_comm, mesh_comm
+from .torch_state import TorchState
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How parameters lie over ranks: the last dimension of the mesh cuts them, one before it has replicas."""
+
+    mesh: Any  # a DeviceMesh
+    rank: int
+    ranks: int
+
+    @property
+    def placements(self) -> tuple:
+        return (*(Replicate() for _ in range(self.mesh.ndim - 1)), Shard(0))
+
+
+def cut_of(mesh: Any, device: str) -> Cut:
+    """The cut on a mesh: a DeviceMesh, a MeshComm, a text, or None for all ranks of the default process group."""
+    if isinstance(mesh, str):
+        mesh = mesh_comm(None, mesh)
+    if isinstance(mesh, _C.MeshComm):
+        others = [name for name, size in mesh.axes() if name not in ("dp_replicate", "dp_shard") and size > 1]
+        if others:
+            raise _C.Error(
+                f"[fsdp] the mesh {mesh.mesh} has the axis {others[0]}: shards are DTensors over dp_replicate and dp_shard. Use "
+                "shardproof.fully_shard for other meshes"
+            )
+        from .comm_mesh import device_mesh_of  # pylint: disable=import-outside-toplevel
+
+        mesh = device_mesh_of(mesh, device)
+    elif mesh is None:
+        from torch.distributed.device_mesh import init_device_mesh  # pylint: disable=import-outside-toplevel
+
+        mesh = init_device_mesh(device, (default_comm().size,))
+    if not 1 <= mesh.ndim <= 2:
+        raise _C.Error(f"[fsdp] a mesh has one dimension, or two, (replicate, shard), got {mesh}")
+    return Cut(mesh, mesh.get_coordinate()[-1], mesh.shape[-1])
+
+
+class Parameter:
+    """A parameter of a model: its shard, which the module has between uses, and the whole one, which its unit computes with."""
+
+    def __init__(self, given: nn.Parameter, name: str, cut: Cut):
+        if isinstance(given, DTensor) or type(given) is not nn.Parameter:
+            raise _C.Error(
+                f"[fsdp] parameter {name} is a {type(given).__name__}, and must be a plain torch.nn.Parameter. Make a lazy module "
+                "run once, and cut by tensor parallelism with shardproof.parallelize"
+            )
+        if given.dim() == 0:
+            raise _C.Error(f"[fsdp] parameter {name} is a scalar, which has no dim to cut. Give it the shape (1,)")
+        rows, self.shape = given.shape[0], given.shape
+        each = -(-rows // cut.ranks)
+        self.begin, self.end = min(cut.rank * each, rows), min((cut.rank + 1) * each, rows)
+        own = given.detach()[self.begin : self.end].clone(memory_format=torch.contiguous_format)
+        strides = torch.empty(given.shape, device="meta").stride()
+        shard = DTensor.from_local(own, cut.mesh, cut.placements, run_check=False, shape=given.shape, stride=strides)
+        self.shard = nn.Parameter(shard, given.requires_grad)
+        self.whole = nn.Parameter(torch.empty(given.shape, dtype=given.dtype, device="meta"), given.requires_grad)
+        for tensor in (self.shard, self.whole):
+            tensor.__dict__.update({key: value for key, value in vars(given).items() if key not in vars(tensor)})
+        given._shardproof_shard = self.shard  # for who has the parameter already, such as an optimizer
+        self.shard._shardproof_parameter = self
+        self.view: Optional[torch.Tensor] = None  # of the engine's main parameter
+        self.sharded: Callable = lambda: None  # the model's Sharded, once there is one
+
+    @property
+    def local(self) -> torch.Tensor:
+        return self.shard._local_tensor
+
+    def as_local(self, flat: Optional[torch.Tensor]) -> torch.Tensor:
+        """What the engine has of it on this rank, in the shape of the shard's own part."""
+        return torch.empty_like(self.local) if flat is None else flat.view(self.local.shape)
+
+    def fill(self, begin: int, end: int, values: torch.Tensor) -> None:
+        """Write its elements [begin, end) of the whole parameter into `values`, as far as they are here, and zeros elsewhere."""
+        row = self.shape[1:].numel()
+        first, last = max(begin, self.begin * row), min(end, self.end * row)
+        values.zero_()
+        if first < last:
+            own = self.local.reshape(-1)[first - self.begin * row : last - self.begin * row]
+            values[first - begin : last - begin].copy_(own)
+
+    def add_gradient(self, flat: Optional[torch.Tensor]) -> None:
+        """Give it what a backward has made, and tell those who wait for it."""
+        local = self.as_local(flat)
+        if self.shard.grad is None:
+            self.shard.grad = DTensor(local, self.shard._spec, requires_grad=False)
+        elif self.shard.grad.placements == self.shard.placements:
+            self.shard.grad._local_tensor.add_(local)
+        else:
+            self.shard.grad.add_(DTensor(local, self.shard._spec, requires_grad=False))
+        for hook in (self.shard._post_accumulate_grad_hooks or {}).values():
+            hook(self.shard)
+
+
+def shard_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The shard that has taken a whole parameter's place, or the given tensor."""
+    return parameter.__dict__.get("_shardproof_shard", parameter)
+
+
+class Places:
+    """Where the modules of a unit have its parameters. They are whole between `enter` and `leave`, or while `held`."""
+
+    def __init__(
+        self, module: nn.Module, cut: Cut, is_unit: "Callable[[nn.Module], bool]", ignored: "Iterable[nn.Parameter]" = ()
+    ):
+        """Cuts the parameters below the module that are below no other unit, and puts the shards into their places."""
+        spared = {id(parameter) for parameter in ignored}
+        self.entries: "list[tuple[dict, str, Parameter]]" = []
+        self.depth = 0
+        self.held = False
+        for name, part in _own_modules(module, is_unit):
+            for key, given in part._parameters.items():
+                if given is None or id(given) in spared:
+                    continue
+                known = getattr(shard_of(given), "_shardproof_parameter", None)
+                parameter = known or Parameter(given, f"{name}.{key}" if name else key, cut)
+                self.entries.append((part._parameters, key, parameter))
+        self._put(whole=False)
+
+    def _put(self, whole: bool) -> None:
+        for items, key, parameter in self.entries:
+            now = items.get(key)
+            if not whole:
+                if now is parameter.whole or shard_of(now) is parameter.shard:
+                    items[key] = parameter.shard
+            elif now is parameter.shard:  # functional_call lends others
+                if parameter.whole.requires_grad != now.requires_grad:
+                    parameter.whole.requires_grad_(now.requires_grad)
+                items[key] = parameter.whole
+
+    def enter(self) -> None:
+        self.depth += 1
+        if self.depth == 1:
+            self._put(whole=True)
+
+    def leave(self) -> None:
+        self.depth = max(0, self.depth - 1)
+        if self.depth == 0:
+            self.held = False
+            self._put(whole=False)
+
+    def hold(self, held: bool) -> None:
+        """Whole from now on, until `leave` or until this is taken back."""
+        self.held = held
+        if self.depth == 0:
+            self._put(whole=held)
+
+    def adopt(self) -> bool:
+        """Takes the values of DTensors that were assigned in the place of shards, and says whether there were any."""
+        adopted = False
+        for items, key, parameter in self.entries:
+            now = items.get(key)
+            if now is parameter.shard or now is parameter.whole or not isinstance(now, DTensor):
+                continue
+            if now.shape != parameter.shape or now.placements != parameter.shard.placements:
+                raise _C.Error(
+                    f"[fsdp] parameter {key} was replaced by a DTensor of shape {tuple(now.shape)} and placements "
+                    f"{now.placements}, and is cut as {parameter.shard.placements}, of shape {tuple(parameter.shape)}"
+                )
+            parameter.local.copy_(now.to_local())
+            items[key] = parameter.shard
+            adopted = True
+        return adopted
+
+
+def _own_modules(module: nn.Module, is_unit: "Callable[[nn.Module], bool]") -> "Iterator[tuple[str, nn.Module]]":
+    seen, waiting = {id(module)}, [("", module)]
+    while waiting:
+        name, part = waiting.pop(0)
+        yield name, part
+        for key, child in part.named_children():
+            if id(child) not in seen and not is_unit(child):
+                seen.add(id(child))
+                waiting.append((f"{name}.{key}" if name else key, child))
+
+
+class Shards:
+    """The shards of a model, from its first forward on.
+
+    Parameters
+    ----------
+    sharded : Sharded
+        The model.
+    places : dict of int to Places
+        By the id of each module of a unit.
+    """
+
+    def __init__(self, sharded: Any, places: "dict[int, Places]"):
+        self.sharded = weakref.ref(sharded)
+        self.places = places
+        named = sharded.module.named_parameters(remove_duplicate=False)
+        by_whole = {id(p.whole): p for each in places.values() for _, _, p in each.entries}
+        self.by_name = {name: by_whole[id(value)] for name, value in named if id(value) in by_whole}
+        self.every = list(by_whole.values())
+        self.in_backward = False
+        self.done: "list[str]" = []  # optimizers' steps since the last forward
+        self.follows = True  # the model computes with what the shards have
+        views = {piece.name: piece.data for piece in sharded.main_parameters()}
+        for name, parameter in self.by_name.items():
+            if name in views or parameter.view is None:
+                parameter.view = parameter.as_local(views.get(name))
+        for parameter in self.every:
+            if parameter.view.dtype != parameter.local.dtype:
+                raise _C.Error(
+                    f"[fsdp] shards are what the optimizer updates, in {parameter.local.dtype}, and Precision asks for "
+                    f"{parameter.view.dtype}. Leave main out, and cast the model before fully_shard"
+                )
+            parameter.shard._local_tensor = parameter.view
+            parameter.sharded = weakref.ref(sharded)
+        told = weakref.WeakMethod(self._told)
+        sharded.native.watch_backwards(lambda begins: told()(begins))
+        for each in places.values():
+            each._put(whole=False)
+
+    def places_of(self, module: nn.Module) -> "Iterator[Places]":
+        """Those of a module that is a unit."""
+        if id(module) in self.places:
+            yield self.places[id(module)]
+
+    def begin_forward(self) -> bool:
+        """Before a forward: whether the model has to follow what was written to shards since."""
+        self.end_lost_backward()
+        for places in self.places.values():
+            self.follows &= not places.adopt()
+        for parameter in self.every:
+            if parameter.local is not parameter.view:  # a cast or a move of the module
+                if parameter.local.dtype != parameter.view.dtype or parameter.local.device != parameter.view.device:
+                    raise _C.Error(
+                        f"[fsdp] a parameter was moved or cast from {parameter.view.dtype} on {parameter.view.device} to "
+                        f"{parameter.local.dtype} on {parameter.local.device} after the model ran first. Do it before"
+                    )
+                parameter.view.copy_(parameter.local)
+                parameter.shard._local_tensor = parameter.view
+                self.follows = False
+        follows, self.follows = self.follows, True
+        return not follows
+
+    def _told(self, begins: bool) -> None:
+        if begins:
+            self.end_lost_backward()
+            self.in_backward = True
+            for places in self.places.values():
+                places.enter()
+            return
+        self._end_backward()
+        used, pieces = self.sharded().native.hand_over_gradients()
+        local = {piece.name: piece.data for piece in pieces}
+        with torch.no_grad():
+            for name in used:
+                self.by_name[name].add_gradient(local.get(name))
+        self.follows &= not used  # an optimizer may write without autograd's knowing
+
+    def _end_backward(self) -> None:
+        self.in_backward = False
+        for places in self.places.values():
+            places.leave()
+
+    def end_lost_backward(self) -> None:
+        """After a backward that an exception has ended: the module has its shards again."""
+        if self.in_backward and torch._C._current_graph_task_id() < 0:
+            self._end_backward()
+
+    def state_of(self, optimizer: torch.optim.Optimizer) -> TorchState:
+        """The state of an optimizer of shards, to be saved or loaded."""
+        return HeldShards(self.sharded(), optimizer).state(optimizer)
+
+    def restore(self) -> None:
+        """Put the whole parameters back for good."""
+        for places in self.places.values():
+            places.hold(True)
+            places.entries = []
+
+
+class HeldShards:
+    """What an optimizer of torch.optim has of a model's shards, as `TorchState` asks for it."""
+
+    def __init__(self, sharded: Any, optimizer: torch.optim.Optimizer):
+        shards_of(optimizer)
+        self.sharded = sharded
+        names = {id(parameter.shard): name for name, parameter in reversed(sharded.shards.by_name.items())}
+        plain = {id(value): name for name, value in reversed(list(sharded.module.named_parameters())) if id(value) not in names}
+        self.groups: "list[list[str]]" = []
+        self.plain: "dict[str, nn.Parameter]" = {}
+        self.pieces: "list[tuple[str, int, nn.Parameter]]" = []
+        for group in optimizer.param_groups:
+            self.groups.append([])
+            for value in group["params"]:
+                name = names.get(id(value)) or plain.get(id(value))
+                if name is None:
+                    raise _C.Error(
+                        f"[checkpoint] rank {sharded.rank}: {type(optimizer).__name__} has a parameter of shape "
+                        f"{tuple(value.shape)} that is not one of the model's, so its state has no name to be saved by"
+                    )
+                self.groups[-1].append(name)
+                if id(value) in plain:
+                    self.plain[name] = value
+                elif value._local_tensor.numel():
+                    self.pieces.append((name, 0, value))
+
+    def state(self, optimizer: torch.optim.Optimizer) -> TorchState:
+        return TorchState(optimizer, type(optimizer), {}, self, self.groups, self.plain)
+
+
+def shards_of(optimizer: torch.optim.Optimizer) -> "Iterable[Any]":
+    """The models whose shards an optimizer has. Whole parameters that it was given before give way to their shards."""
+    models = {}
+    for group in optimizer.param_groups:
+        for i, parameter in enumerate(group["params"]):
+            shard = shard_of(parameter)
+            if shard is not parameter:
+                if parameter in optimizer.state:
+                    raise _C.Error(
+                        f"[fsdp] {type(optimizer).__name__} has made steps on a model before fully_shard, and its state would not "
+                        "follow. Make the optimizer after fully_shard, or load its state then"
+                    )
+                group["params"][i] = shard
+            known = vars(shard).get("_shardproof_parameter")
+            if known is not None and (sharded := known.sharded()) is not None:
+                models[id(sharded)] = sharded
+    return list(models.values())
+
+
+def _begin_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for sharded in shards_of(optimizer):
+        sharded.main_parameters_will_change()
+
+
+def _end_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for sharded in shards_of(optimizer):
+        sharded.shards.follows = False
+        sharded.shards.done.append(" | ".join([type(optimizer).__name__, *map(numbers_of, optimizer.param_groups)]))
+
+
+register_optimizer_step_pre_hook(_begin_step)
+register_optimizer_step_post_hook(_end_step)

@@ -1,0 +1,493 @@
+"""Programs as users of FSDP2 write them, which run with either library: what they compute has to be the same."""
+
+import contextlib
+import copy
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from models import Net, batch, loss_of
+
+
+def net(**sizes):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Net(**sizes)
+
+
+def given(step):
+    return batch(step * dist.get_world_size() + dist.get_rank())
+
+
+def sharded(lib, model=None, **options):
+    model = net() if model is None else model
+    for block in model.blocks:
+        lib.fully_shard(block, **options)
+    return lib.fully_shard(model, **options)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def values(model):
+    return {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+
+
+def gradients(model):
+    return {name: None if p.grad is None else whole(p.grad).clone() for name, p in model.named_parameters()}
+
+
+def train(model, optimizer, steps=3, loss=loss_of):
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        value = loss(model, given(step))
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+def an_optimizer_of_shards(lib):
+    model = sharded(lib)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    return train(model, torch.optim.AdamW(model.parameters(), lr=0.01)), values(model)
+
+
+def mixed_precision(lib):
+    policy = lib.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = sharded(lib, mp_policy=policy)
+    return train(model, torch.optim.AdamW(model.parameters(), lr=0.01), loss=lambda m, b: loss_of(m, b).float()), values(model)
+
+
+def parameters_stay_whole_after_the_forward(lib):
+    model = sharded(lib, reshard_after_forward=False)
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)), values(model)
+
+
+def two_optimizers(lib):
+    model = sharded(lib)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    first, second = torch.optim.AdamW(matrices, lr=0.01), torch.optim.SGD(others, lr=0.1)
+    for step in range(3):
+        loss_of(model, given(step)).backward()
+        first.step()
+        second.step()
+        first.zero_grad()
+        second.zero_grad()
+    return values(model)
+
+
+def one_optimizer_of_two_models(lib):
+    models = [sharded(lib), sharded(lib, net(width=8, blocks=1))]
+    optimizer = torch.optim.AdamW([p for model in models for p in model.parameters()], lr=0.01)
+    for step in range(2):
+        optimizer.zero_grad()
+        sum(loss_of(model, given(step)) for model in models).backward()
+        optimizer.step()
+    return [values(model) for model in models]
+
+
+def a_group_that_is_added_later(lib):
+    model = sharded(lib)
+    optimizer = torch.optim.SGD(model.blocks.parameters(), lr=0.1)
+    train(model, optimizer, 1)
+    optimizer.add_param_group({"params": [*model.inp.parameters(), *model.out.parameters()], "lr": 0.01})
+    return train(model, optimizer, 2), values(model)
+
+
+def accumulation_without_a_flag(lib):
+    model = sharded(lib)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(2):
+        for k in range(3):
+            (loss_of(model, given(3 * step + k)) / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def accumulation_on_each_rank(lib):
+    model = sharded(lib)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(2):
+        for k in range(3):
+            model.set_requires_gradient_sync(k == 2)
+            model.set_is_last_backward(k == 2)
+            (loss_of(model, given(3 * step + k)) / 3).backward()
+            assert k == 2 or all(p.grad is None for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def two_losses_of_one_forward(lib):
+    model = sharded(lib)
+    x, y = given(0)
+    result = model(x)
+    (result - y).square().mean().backward(retain_graph=True)
+    first = gradients(model)
+    result.abs().mean().backward()
+    return first, gradients(model)
+
+
+def forwards_before_their_backwards(lib):
+    model = sharded(lib)
+    losses = [loss_of(model, given(k)) for k in range(3)]
+    for loss in (losses[1], losses[0], losses[2]):
+        loss.backward()
+    return gradients(model)
+
+
+def gradients_of_inputs(lib):
+    model = sharded(lib)
+    x = given(0)[0].requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).square().sum(), x)
+    assert all(p.grad is None for p in model.parameters())
+    loss_of(model, given(1)).backward()
+    return gradient, gradients(model)
+
+
+def a_scaler(lib):
+    model = sharded(lib)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(model, given(step)) * (math.inf if step == 1 else 1)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler.get_scale(), values(model)
+
+
+def clipping(lib):
+    model, norms = sharded(lib), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, kind in enumerate((1.0, 2.0, 3.0)):
+        optimizer.zero_grad()
+        loss_of(model, given(step)).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, kind).full_tensor())
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, given(3)).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.001)
+    optimizer.step()
+    return norms, values(model)
+
+
+def hooks_after_accumulation(lib):
+    model, seen = sharded(lib), []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.append((name, whole(p.grad).sum().item())))
+    loss_of(model, given(0)).backward()
+    return sorted(seen)
+
+
+def an_optimizer_within_the_backward(lib):
+    model = sharded(lib)
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(step)
+    for k in range(3):
+        loss_of(model, given(k)).backward()
+    return values(model)
+
+
+def parameters_and_gradients_by_hand(lib):
+    model = sharded(lib)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+        model.out.bias.fill_(0.25)
+    first = loss_of(model, given(0))
+    first.backward()
+    for parameter in model.parameters():
+        parameter.grad.mul_(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+            parameter.grad = None
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 0.5)
+    return first.item(), loss_of(model, given(1)).item(), values(model)
+
+
+def averages(lib):
+    model = sharded(lib)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for step in range(3):
+        train(model, optimizer, 1)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                kept[name].lerp_(parameter.detach(), 0.1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(kept[name])
+        value = loss_of(model, given(5)).item()
+    return value, {name: whole(value) for name, value in kept.items()}
+
+
+def unused_parameters(lib):
+    """What a step does not use has no gradient, and weight decay leaves it alone."""
+    model = net()
+    model.spare = nn.Linear(4, 4)
+    nn.init.ones_(model.spare.weight)
+    nn.init.ones_(model.spare.bias)
+    model = sharded(lib, model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
+    train(model, optimizer, 2)
+    assert model.spare.weight.grad is None
+    return values(model)
+
+
+def frozen_parameters(lib):
+    model = net()
+    model.inp.requires_grad_(False)
+    model.blocks[1].up.requires_grad_(False)
+    model = sharded(lib, model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    return train(model, optimizer), values(model)
+
+
+def thawed_between_steps(lib):
+    model = net()
+    model.blocks[1].requires_grad_(False)
+    model = sharded(lib, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = train(model, optimizer, 1)
+    for parameter in model.blocks[1].parameters():
+        parameter.requires_grad_(True)
+    return losses, train(model, optimizer, 2), values(model)
+
+
+def an_optimizer_from_before(lib):
+    model = net()
+    if lib.__name__ != "shardproof.fsdp":  # where FSDP2 leaves it behind, Accelerate and others put the shards into it
+        model = sharded(lib, model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model = sharded(lib, model)
+    return train(model, optimizer), values(model)
+
+
+def a_list_of_modules_is_a_unit(lib):
+    model = net()
+    lib.fully_shard(model.blocks[0])
+    lib.fully_shard([model.blocks[1], model.blocks[2]])
+    lib.fully_shard(model)
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1)), values(model)
+
+
+def a_method_that_is_a_forward(lib):
+    model = net()
+    model.encode = lambda x: model.blocks[0](model.inp(x))
+    model = sharded(lib, model)
+    lib.register_fsdp_forward_method(model, "encode")
+    first = model.encode(given(0)[0])
+    first.sum().backward()
+    return first, {name: g for name, g in gradients(model).items() if name.startswith(("inp", "blocks.0"))}
+
+
+def shards_from_the_meta_device(lib):
+    with torch.device("meta"):
+        model = Net()
+    model = sharded(lib, model)
+    assert all(p.is_meta and isinstance(p, DTensor) for p in model.parameters())
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for i, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.distributed.tensor.distribute_tensor(
+                torch.linspace(-0.5, 0.5, parameter.numel()).view(parameter.shape) * (1 + i % 3),
+                parameter.device_mesh, parameter.placements, src_data_rank=None,
+            ))
+    return train(model, torch.optim.AdamW(model.parameters(), lr=0.01)), values(model)
+
+
+def state_dicts(lib):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+    results = []
+    for full, offload in ((False, False), (True, False), (True, True)):
+        options = StateDictOptions(full_state_dict=full, cpu_offload=offload)
+        model = sharded(lib)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        train(model, optimizer, 2)
+        weights, state = get_state_dict(model, optimizer, options=options)
+        shared = {name: whole(value).clone() for name, value in weights.items()}
+        other = sharded(lib)
+        again = torch.optim.AdamW(other.parameters(), lr=0.5)
+        if offload:  # rank 0 alone has it
+            box = [weights, state]
+            dist.broadcast_object_list(box)
+            weights, state = box
+        options = StateDictOptions(full_state_dict=full)
+        set_state_dict(other, again, model_state_dict=weights, optim_state_dict=state, options=options)
+        results.append((shared, train(other, again, 2), values(other)))
+    return results
+
+
+def a_state_dict_is_assigned(lib):
+    model, other = sharded(lib), sharded(lib)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    other.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    return loss_of(other, given(2)).item(), values(other)
+
+
+def recomputed_blocks(lib):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = net()
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = checkpoint_wrapper(block)
+    model = sharded(lib, model)
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1)), values(model)
+
+
+def a_part_of_a_unit_is_recomputed(lib):
+    from torch.utils.checkpoint import checkpoint
+
+    model = net()
+    for block in model.blocks:
+        block.forward = lambda x, b=block: x + b.down(torch.relu(checkpoint(b.up, b.norm(x), use_reentrant=False)))
+    model = sharded(lib, model)
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1)), values(model)
+
+
+def evaluation_between_steps(lib):
+    model = sharded(lib)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    seen = []
+    for step in range(2):
+        seen += train(model, optimizer, 1)
+        model.eval()
+        with torch.no_grad():
+            seen.append(loss_of(model, given(9)).item())
+        model.train()
+    return seen, values(model)
+
+
+def whole_parameters_by_hand(lib):
+    model = sharded(lib)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    for part in (model, *model.blocks):
+        part.unshard()
+    seen = {name: p.detach().clone() for name, p in model.named_parameters()}
+    assert not any(isinstance(value, DTensor) for value in seen.values())
+    for part in (model, *model.blocks):
+        part.reshard()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    return seen
+
+
+def a_step_that_is_left_out(lib):
+    model = sharded(lib)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, given(0)).backward()
+    optimizer.zero_grad()
+    return train(model, optimizer, 2), values(model)
+
+
+def a_schedule_of_rates(lib):
+    model = sharded(lib)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule, losses = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4), []
+    for step in range(3):
+        losses += train(model, optimizer, 1)
+        schedule.step()
+    return losses, values(model)
+
+
+def fused_and_foreach(lib):
+    results = []
+    for how in (dict(foreach=True), dict(foreach=False), dict(fused=True)):
+        model = sharded(lib)
+        results.append((train(model, torch.optim.AdamW(model.parameters(), lr=0.01, **how)), values(model)))
+    return results
+
+
+def a_gradient_that_is_replaced(lib):
+    model = sharded(lib)
+    loss_of(model, given(0)).backward()
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad * 2
+    loss_of(model, given(1)).backward()
+    return gradients(model)
+
+
+def tied_parameters_of_the_root(lib):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(7, 6)
+            self.blocks = nn.ModuleList([nn.Linear(6, 6)])
+            self.head = nn.Linear(6, 7, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, x):
+            return self.head(self.blocks[0](self.table(x)))
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = sharded(lib, Tied())
+    assert model.head.weight is model.table.weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.arange(7) % (2 + dist.get_rank())).square().sum().backward()
+        optimizer.step()
+    return values(model)
+
+
+PROGRAMS = {
+    name: program
+    for name, program in list(globals().items())
+    if callable(program) and getattr(program, "__code__", None) and program.__code__.co_varnames[:1] == ("lib",)
+    and program.__code__.co_argcount == 1
+}
+
+
+def flat(result):
+    """Numbers and tensors of a result, with where they are in it."""
+    if isinstance(result, dict):
+        for name, value in result.items():
+            for at, each in flat(value):
+                yield f"{name}{at}", each
+    elif isinstance(result, (list, tuple)):
+        for i, value in enumerate(result):
+            for at, each in flat(value):
+                yield f"[{i}]{at}", each
+    else:
+        yield "", result
+
+
+def same(name, tolerance=0.0):
+    """Run a program with both libraries."""
+    import torch.distributed.fsdp as theirs
+
+    import shardproof.fsdp as ours
+
+    expected = list(flat(PROGRAMS[name](theirs)))
+    got = list(flat(PROGRAMS[name](ours)))
+    assert [at for at, _ in got] == [at for at, _ in expected], name
+    assert expected, name
+    for (at, own), (_, other) in zip(got, expected):
+        if isinstance(other, torch.Tensor):
+            torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-7, msg=lambda m, at=at: f"{name}: {at}: {m}")
+        else:
+            assert own == other or (isinstance(other, float) and math.isclose(own, other, rel_tol=1e-5)), (name, at, own, other)
