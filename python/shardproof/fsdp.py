@@ -18,14 +18,14 @@ from typing import Any, Optional
 import torch
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from . import _C
 from .ranks import mesh_comm
 from .sharded import Sharded, owner_of, sharded_of
 from .sharding import fully_shard as _fully_shard
 from .shards import Places, Shards, cut_of, shard_of
-from .units import Unit
+from .units import Unit, uncompiled
 
 
 class _Request:
@@ -39,6 +39,7 @@ class _Request:
         self.places = {id(module): Places(module, cut, _is_unit, ignored) for module in modules}
         self.triggers = [m.register_forward_pre_hook(self.run, prepend=True, with_kwargs=True) for m in modules]
 
+    @uncompiled
     def run(self, module, args, kwargs):
         """Shards the model, and enters its root, whose own hooks come too late for this forward."""
         return shard_now(module).enter_root(args, kwargs)
@@ -53,6 +54,10 @@ _around: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Sharded]]" = weakref.
 
 def _is_unit(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
+
+
+def _not_offered(name: str, way_out: str) -> _C.Error:
+    return _C.Error(f"[fsdp] {name} is not offered. {way_out}")
 
 
 class FSDPModule:
@@ -100,6 +105,51 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Do nothing, since each backward ends what it has begun. FSDP2 has the name."""
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """While False, on a mesh of two dimensions, gradients are summed over shards and wait for the sum over replicas.
+
+        Of the root and all below it, or an error.
+        """
+        sharded = self._shardproof_handle()
+        if sharded.module is not self or not recurse:
+            raise _C.Error("[fsdp] set_requires_all_reduce is of the whole model. Call it of the outermost module, with recurse")
+        if len(sharded.shards.every[0].shard.placements) > 1:
+            sharded.set_last_microbatch(requires_all_reduce)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this module's own gradients by `factor` instead of the number of ranks. Before the first forward."""
+        request = _noted.get(self)
+        if request is None:
+            raise _C.Error("[fsdp] set_gradient_divide_factor comes before the first forward, which makes the model's engine")
+        request.options["gradient_divide"] = factor
+
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Let the next forward wait for an event, which was recorded behind the optimizer's step."""
+        self._shardproof_handle().shards.event = event
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Do nothing, since ranks always add and then divide. FSDP2 has the name."""
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Do nothing, since the library asks for registered memory itself. FSDP2 has the name."""
+
+    def reset_iter_state(self) -> None:
+        """Go on after an exception in a forward or backward. Gradients that are not in ``.grad`` yet are lost. On every rank."""
+        sharded = self._shardproof_handle()
+        sharded.shards.end_lost_backward()
+        sharded.zero_gradients()
+
+    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
+        raise _not_offered("set_all_reduce_hook", "Change .grad after the backward, or in a hook of each parameter")
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        raise _not_offered("set_custom_all_gather", "Pass a Comm of your own in a MeshComm as mesh")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        raise _not_offered("set_custom_reduce_scatter", "Pass a Comm of your own in a MeshComm as mesh")
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether parameters are freed after the forward, from the next one on."""
@@ -159,8 +209,8 @@ def fully_shard(
         Of one dimension, or (replicate, shard). Ranks that are threads pass ``shardproof.MeshComm(comm, "dp_shard=2")``.
     reshard_after_forward : bool or int, optional
         Without it True, and False for the root.
-    shard_placement_fn
-        Refused: parameters are cut along dim 0.
+    shard_placement_fn : callable, optional
+        May return None or Shard(0), since parameters are cut along dim 0.
     mp_policy : MixedPrecisionPolicy or Precision, optional
         The dtypes.
     offload_policy : OffloadPolicy, optional
@@ -178,10 +228,13 @@ def fully_shard(
     modules = [module] if isinstance(module, nn.Module) else list(module) if isinstance(module, (list, tuple)) else []
     if not modules or not all(isinstance(each, nn.Module) for each in modules):
         raise _C.Error(f"[fsdp] fully_shard takes a module, or a list of modules that make up one unit, got {module!r}")
-    if shard_placement_fn is not None:
-        raise _C.Error(
-            "[fsdp] shard_placement_fn is not offered: parameters are cut along dim 0. Leave it out"
-        )
+    for name, parameter in (item for each in modules for item in each.named_parameters()):
+        placement = None if shard_placement_fn is None else shard_placement_fn(parameter)
+        if placement not in (None, Shard(0)):
+            raise _C.Error(
+                f"[fsdp] shard_placement_fn places {name} as {placement}, and parameters are cut along dim 0 only. Let it return "
+                "None or Shard(0)"
+            )
     for each in modules:
         if isinstance(each, FSDPModule):
             raise _C.Error(f"[fsdp] this {type(each).__name__} was given to fully_shard before")
@@ -286,8 +339,9 @@ def shard_now(root: nn.Module) -> Sharded:
             [module for module in (reference() for reference in request.modules) if module is not None],
             reshard_after_forward=request.options["reshard_after_forward"],
             precision=request.options["precision"],
+            gradient_divide=request.options.get("gradient_divide"),
         )
-        for request in others
+        for request in [*others, requests[id(root)]]
     ]
     ignored = {id(p): p for _, request in noted for p in request.options["ignored"] or ()}
     options = {"check_gradients": False, **own["options"], "granularity": "row"}
@@ -295,6 +349,7 @@ def shard_now(root: nn.Module) -> Sharded:
         options.setdefault("offload", "pinned" if own["offload_policy"].pin_memory else "pageable")
     for each in places.values():
         each.adopt()
+        each.make_wholes()
         each.hold(True)
     try:
         sharded = _fully_shard(
@@ -303,7 +358,6 @@ def shard_now(root: nn.Module) -> Sharded:
             units=units,
             precision=own["precision"],
             ignored=list(ignored.values()) or None,
-            root_reshard_after_forward=own["reshard_after_forward"],
             **{**_values_of(root, places), **options},
         )
     except BaseException:

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import _C
 from .module_state import with_tensors
-from .units import UnitHooks
+from .units import UnitHooks, uncompiled
 
 Piece = _C.Piece
 UnitHandle = _C.UnitHandle
@@ -78,6 +78,7 @@ class Sharded:
         self.zero_gradients()
         type(self.module).zero_grad(self.module, set_to_none)
 
+    @uncompiled
     def _publish(self, *_: Any) -> None:
         """Bring parameters up to date where somebody wrote to the optimizer's tensors since. Collective where that is so."""
         lags = self.shards is not None and self.shards.begin_forward()

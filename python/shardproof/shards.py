@@ -151,6 +151,15 @@ class Places:
                     parameter.whole.requires_grad_(now.requires_grad)
                 items[key] = parameter.whole
 
+    def make_wholes(self) -> None:
+        """What is to be computed with, in the dtype that the shards have by now."""
+        for _, _, parameter in self.entries:
+            if parameter.whole.dtype != parameter.local.dtype:
+                kept = vars(parameter.whole)
+                whole = torch.empty(parameter.shape, dtype=parameter.local.dtype, device="meta")
+                parameter.whole = nn.Parameter(whole, parameter.whole.requires_grad)
+                vars(parameter.whole).update(kept)
+
     def enter(self) -> None:
         self.depth += 1
         if self.depth == 1:
@@ -217,6 +226,7 @@ class Shards:
         self.every = list(by_whole.values())
         self.in_backward = False
         self.done: "list[str]" = []  # optimizers' steps since the last forward
+        self.event: Any = None  # the next forward waits for it
         self.follows = True  # the model computes with what the shards have
         views = {piece.name: piece.data for piece in sharded.main_parameters()}
         for name, parameter in self.by_name.items():
@@ -243,6 +253,9 @@ class Shards:
     def begin_forward(self) -> bool:
         """Before a forward: whether the model has to follow what was written to shards since."""
         self.end_lost_backward()
+        if self.event is not None:
+            self.event.wait()
+            self.event = None
         for places in self.places.values():
             self.follows &= not places.adopt()
         for parameter in self.every:

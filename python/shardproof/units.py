@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import operator
 from typing import Any, Callable, Iterable, Optional, Sequence, Union
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy, set_eval_frame
 from torch.utils import _pytree
 
 from . import _C
@@ -280,6 +282,22 @@ def tensors_of(value: Any) -> "list[torch.Tensor]":
     return found
 
 
+def uncompiled(function: Callable) -> Callable:
+    """A function of which, and below which, torch.compile sees nothing."""
+
+    @functools.wraps(function)
+    def plainly(*args: Any, **kwargs: Any) -> Any:
+        before = set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_eval_frame(before)
+
+    # As torch._dynamo.disable, which takes a second to import.
+    set_code_exec_strategy(plainly.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+    return plainly
+
+
 class UnitHooks:
     """Enters and leaves a unit around the forward of a module, until `remove`."""
 
@@ -307,8 +325,9 @@ class UnitHooks:
     def put_shards_back(self, places: Any) -> None:
         """Around forwards, also those that fail: whole parameters are in their places within, and shards outside."""
         self.places = places
-        self.handles.append(self.module.register_forward_hook(lambda *_: places.leave(), always_call=True))
+        self.handles.append(self.module.register_forward_hook(uncompiled(lambda *_: places.leave()), always_call=True))
 
+    @uncompiled
     def enter(self, module, args, kwargs):
         if self.places is not None:
             self.places.enter()
@@ -317,6 +336,7 @@ class UnitHooks:
         self.entered.append(casts)
         return map_tensors((args, kwargs), casts, casts.rebuilt)
 
+    @uncompiled
     def leave(self, module, args, kwargs, result):
         call, found = self.call, False
         freed = {parameter.untyped_storage()._cdata for parameter in self.freed}

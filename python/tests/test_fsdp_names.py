@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import shardproof
 import shardproof.fsdp
@@ -132,8 +132,8 @@ def test_mixed_precision_policies_are_taken():
 def test_what_is_not_offered_is_refused():
     def body(comm):
         model = Net()
-        with pytest.raises(shardproof.Error, match="shard_placement_fn is not offered"):
-            fully_shard(model, shard_placement_fn=lambda p: None)
+        with pytest.raises(shardproof.Error, match="shard_placement_fn places inp.weight as .*Let it return None or Shard"):
+            fully_shard(model, shard_placement_fn=lambda p: Shard(1))
         fully_shard(model.blocks[0], mesh=shardproof.MeshComm(comm, "dp_shard=1"))
         with pytest.raises(shardproof.Error, match="there is no process group"):
             fully_shard(model.blocks[1], mesh="dp_shard=1")
@@ -183,3 +183,30 @@ def test_a_unit_without_parameters_has_the_methods_of_a_unit():
         assert model[1]._shardproof_handle() is model._shardproof_handle()
 
     shardproof.run_threads(2, body)
+
+
+def test_what_fsdp2_refuses_or_computes_wrong_has_the_values_of_plain_pytorch():
+    """The gradient of a gradient, and divisors of one's own where Gloo has no sum with a factor."""
+    base = Net()
+
+    def loss_with_penalty(model, given):
+        x, y = given
+        x.requires_grad_()
+        loss = (model(x) - y).square().mean()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + gradient.square().sum()
+
+    def body(comm):
+        model = shard(comm, copy.deepcopy(base), reshard_after_forward=False)
+        for part in (model, *model.blocks):
+            part.set_gradient_divide_factor(1.0)
+        for part in (model, *model.blocks):
+            part.set_reshard_after_backward(False)
+        loss_with_penalty(model, batch(comm.rank)).backward()
+        return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+    plain = copy.deepcopy(base)
+    (loss_with_penalty(plain, batch(0)) + loss_with_penalty(plain, batch(1))).backward()
+    for gradients in shardproof.run_threads(2, body):
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5)
