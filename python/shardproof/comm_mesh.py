@@ -82,6 +82,14 @@ class CommGroup(dist.ProcessGroup):
         return _done(None)
 
 
+class CommMesh(DeviceMesh):
+    """Its own ranks' numbers, where DeviceMesh asks the default process group."""
+
+    def get_local_rank(self, mesh_dim: "int | str | None" = None) -> int:
+        dim = 0 if mesh_dim is None else self._get_mesh_dim_by_name(mesh_dim) if isinstance(mesh_dim, str) else mesh_dim
+        return self.get_coordinate()[dim]
+
+
 def device_mesh_of(comms: _C.MeshComm, device_type: str) -> DeviceMesh:
     """The DeviceMesh of a MeshComm, the same one in every call. It does not communicate."""
     known = _known.get(comms)
@@ -89,7 +97,7 @@ def device_mesh_of(comms: _C.MeshComm, device_type: str) -> DeviceMesh:
         return known
     axes, number = comms.axes(), next(_number)
     ranks = torch.arange(comms.size).view([size for _, size in axes])
-    mesh = DeviceMesh(
+    mesh = CommMesh(
         device_type, ranks, mesh_dim_names=tuple(name for name, _ in axes), _init_backend=False, _rank=comms.rank
     )
     mesh._thread_id = number  # makes it unequal to those of other ranks, by which DTensor caches for all threads

@@ -5,15 +5,15 @@
 >>> fully_shard(model, mesh=mesh)
 >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-Between uses the model's parameters and their ``.grad`` are DTensors, cut along dim 0 as FSDP2's (`shards.py`). The engine around
-them is made at the first forward, which is collective. docs/howto/move_from_fsdp2.md lists what is the same and what is not.
+Between uses the model's parameters and their ``.grad`` are DTensors, cut along dim 0 as FSDP2's (`shards.py`). The
+engine around them is made at the first forward, which is collective. docs/howto/move_from_fsdp2.md lists what is the same and what is not.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ class _Request:
     def __init__(self, modules: "list[nn.Module]", options: dict):
         self.modules = [weakref.ref(module) for module in modules]
         self.options = options
+        self.later: "list[Callable]" = []  # methods that the user has called
         device = next((p.device.type for module in modules for p in module.parameters() if not p.is_meta), "cpu")
         cut, ignored = cut_of(options["mesh"], device), options["ignored"] or ()
         self.places = {id(module): Places(module, cut, _is_unit, ignored) for module in modules}
@@ -58,6 +59,19 @@ def _is_unit(module: nn.Module) -> bool:
 
 def _not_offered(name: str, way_out: str) -> _C.Error:
     return _C.Error(f"[fsdp] {name} is not offered. {way_out}")
+
+
+def _once_there(method: Callable) -> Callable:
+    """A method on the model's engine, which a call before the first forward waits for."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        request = _noted.get(self)
+        if request is None:
+            return method(self, *args, **kwargs)
+        request.later.append(lambda: method(self, *args, **kwargs))
+
+    return call
 
 
 class FSDPModule:
@@ -94,6 +108,7 @@ class FSDPModule:
             places.hold(False)
         self._units(recurse=False)[0].reshard()
 
+    @_once_there
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """While False, backwards add to gradients on this rank and reduce nothing."""
         sharded = self._shardproof_handle()
@@ -106,6 +121,7 @@ class FSDPModule:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Do nothing, since each backward ends what it has begun. FSDP2 has the name."""
 
+    @_once_there
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """While False, on a mesh of two dimensions, gradients are summed over shards and wait for the sum over replicas.
 
@@ -113,7 +129,7 @@ class FSDPModule:
         """
         sharded = self._shardproof_handle()
         if sharded.module is not self or not recurse:
-            raise _C.Error("[fsdp] set_requires_all_reduce is of the whole model. Call it of the outermost module, with recurse")
+            raise _C.Error("[fsdp] set_requires_all_reduce is of the whole model. Call it of the outermost module, and recurse")
         if len(sharded.shards.every[0].shard.placements) > 1:
             sharded.set_last_microbatch(requires_all_reduce)
 
@@ -126,6 +142,7 @@ class FSDPModule:
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
+    @_once_there
     def set_post_optim_event(self, event: Any) -> None:
         """Let the next forward wait for an event, which was recorded behind the optimizer's step."""
         self._shardproof_handle().shards.event = event
@@ -137,7 +154,7 @@ class FSDPModule:
         """Do nothing, since the library asks for registered memory itself. FSDP2 has the name."""
 
     def reset_iter_state(self) -> None:
-        """Go on after an exception in a forward or backward. Gradients that are not in ``.grad`` yet are lost. On every rank."""
+        """Go on after an exception in a forward or backward, on every rank. Gradients that are not in ``.grad`` yet are lost."""
         sharded = self._shardproof_handle()
         sharded.shards.end_lost_backward()
         sharded.zero_gradients()
@@ -151,24 +168,29 @@ class FSDPModule:
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         raise _not_offered("set_custom_reduce_scatter", "Pass a Comm of your own in a MeshComm as mesh")
 
+    @_once_there
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether parameters are freed after the forward, from the next one on."""
         for unit in self._units(recurse):
             unit.set_reshard_after_forward(reshard_after_forward)
 
+    @_once_there
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are freed after the backward."""
         for unit in self._units(recurse):
             unit.set_reshard_after_backward(reshard_after_backward)
 
+    @_once_there
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backwards gather this module's own parameters. False is for modules whose backward reads none of them."""
         self._units(recurse=False)[0].set_unshard_in_backward(unshard_in_backward)
 
+    @_once_there
     def set_modules_to_forward_prefetch(self, modules: "list[nn.Module]") -> None:
         """Gather these modules while this one runs."""
         self._units(False)[0].set_forward_prefetch([module._units(False)[0] for module in modules])
 
+    @_once_there
     def set_modules_to_backward_prefetch(self, modules: "list[nn.Module]") -> None:
         """Gather these modules while the backward of this one runs."""
         self._units(False)[0].set_backward_prefetch([module._units(False)[0] for module in modules])
@@ -232,8 +254,8 @@ def fully_shard(
         placement = None if shard_placement_fn is None else shard_placement_fn(parameter)
         if placement not in (None, Shard(0)):
             raise _C.Error(
-                f"[fsdp] shard_placement_fn places {name} as {placement}, and parameters are cut along dim 0 only. Let it return "
-                "None or Shard(0)"
+                f"[fsdp] shard_placement_fn places {name} as {placement}, and parameters are cut along dim 0 only. Let "
+                "it return None or Shard(0)"
             )
     for each in modules:
         if isinstance(each, FSDPModule):
@@ -367,6 +389,10 @@ def shard_now(root: nn.Module) -> Sharded:
     for module, _ in noted:
         _around[module] = weakref.ref(sharded)
     sharded.follow_shards(Shards(sharded, places))
+    for request in requests.values():
+        for call in request.later:
+            call()
+        request.later.clear()
     return sharded
 
 
@@ -379,8 +405,8 @@ def _values_of(root: nn.Module, places: "dict[int, Places]") -> dict:
         return {}  # `initialize` is to give values
     if without:
         raise _C.Error(
-            f"[fsdp] the shard of {without[0]} is on the meta device, and others are not. Call to_empty of the whole model, and "
-            "give it values, before the first forward"
+            f"[fsdp] the shard of {without[0]} is on the meta device, and others are not. Call to_empty of the whole model, "
+            "and give it values, before the first forward"
         )
 
     def fill(name: str, shape: "list[int]", begin: int, end: int, values: torch.Tensor) -> None:
@@ -393,7 +419,7 @@ def _values_of(root: nn.Module, places: "dict[int, Places]") -> dict:
 def clip_grad_norm_(
     parameters: Any, max_norm: float, norm_type: "float | str" = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Clip gradients by one norm over all of them, as torch.nn.utils.clip_grad_norm_, and return it as a plain tensor. Collective.
+    """Clip gradients by one norm over all of them, as torch.nn.utils.clip_grad_norm_, and return it. Collective.
 
     Parameters that are not sharded may be among the given ones. Their gradients must be the same on every rank. PyTorch's own
     function takes shards as well, but for the infinity norm where a rank has no rows of a parameter.
@@ -410,7 +436,7 @@ def clip_grad_norm_(
     norms = [_norm_along(cut, gradients, order) for cut, gradients in by_cut.items()]
     total = torch.linalg.vector_norm(torch.stack(norms), order) if len(norms) > 1 else norms[0] if norms else torch.tensor(0.0)
     if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(f"[fsdp] clip_grad_norm_: the norm of order {order} is {total.item()}, so gradients cannot be clipped")
+        raise RuntimeError(f"[fsdp] clip_grad_norm_: the norm of order {order} is {total.item()}, and nothing is clipped")
     shards = [parameter for parameter in given if isinstance(parameter.grad, DTensor)]
     plain = [parameter for parameter in given if not isinstance(parameter.grad, DTensor)]
     if shards and plain:

@@ -29,8 +29,8 @@ class Optimizer:
     def __init__(self, sharded: Sharded, groups: list):
         if sharded.shards is not None:
             raise _C.Error(
-                "[optimizer] after shardproof.fsdp.fully_shard gradients are in the .grad of parameters, where the library's own "
-                "optimizers do not look. Give the parameters to one of torch.optim, or shard by shardproof.fully_shard"
+                "[optimizer] after shardproof.fsdp.fully_shard gradients are in the .grad of parameters, where the library's "
+                "own optimizers do not look. Give the parameters to one of torch.optim, or shard by shardproof.fully_shard"
             )
         self.sharded = sharded
         self.native = _C.make_optimizer(sharded.native, groups)

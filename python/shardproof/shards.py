@@ -44,8 +44,8 @@ def cut_of(mesh: Any, device: str) -> Cut:
         others = [name for name, size in mesh.axes() if name not in ("dp_replicate", "dp_shard") and size > 1]
         if others:
             raise _C.Error(
-                f"[fsdp] the mesh {mesh.mesh} has the axis {others[0]}: shards are DTensors over dp_replicate and dp_shard. Use "
-                "shardproof.fully_shard for other meshes"
+                f"[fsdp] the mesh {mesh.mesh} has the axis {others[0]}: shards are DTensors over dp_replicate and dp_shard. "
+                "Use shardproof.fully_shard for other meshes"
             )
         from .comm_mesh import device_mesh_of  # pylint: disable=import-outside-toplevel
 
@@ -53,7 +53,9 @@ def cut_of(mesh: Any, device: str) -> Cut:
     elif mesh is None:
         from torch.distributed.device_mesh import init_device_mesh  # pylint: disable=import-outside-toplevel
 
-        mesh = init_device_mesh(device, (default_comm().size,))
+        if not torch.distributed.is_initialized():
+            default_comm()  # says what to do
+        mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
     if not 1 <= mesh.ndim <= 2:
         raise _C.Error(f"[fsdp] a mesh has one dimension, or two, (replicate, shard), got {mesh}")
     return Cut(mesh, mesh.get_coordinate()[-1], mesh.shape[-1])
@@ -65,8 +67,8 @@ class Parameter:
     def __init__(self, given: nn.Parameter, name: str, cut: Cut):
         if isinstance(given, DTensor) or type(given) is not nn.Parameter:
             raise _C.Error(
-                f"[fsdp] parameter {name} is a {type(given).__name__}, and must be a plain torch.nn.Parameter. Make a lazy module "
-                "run once, and cut by tensor parallelism with shardproof.parallelize"
+                f"[fsdp] parameter {name} is a {type(given).__name__}, and must be a plain torch.nn.Parameter. Make a lazy "
+                "module run once, and cut by tensor parallelism with shardproof.parallelize and shardproof.fully_shard"
             )
         if given.dim() == 0:
             raise _C.Error(f"[fsdp] parameter {name} is a scalar, which has no dim to cut. Give it the shape (1,)")
@@ -94,7 +96,7 @@ class Parameter:
         return torch.empty_like(self.local) if flat is None else flat.view(self.local.shape)
 
     def fill(self, begin: int, end: int, values: torch.Tensor) -> None:
-        """Write its elements [begin, end) of the whole parameter into `values`, as far as they are here, and zeros elsewhere."""
+        """Write the whole parameter's elements [begin, end) into `values`, as far as they are here, and zeros elsewhere."""
         row = self.shape[1:].numel()
         first, last = max(begin, self.begin * row), min(end, self.end * row)
         values.zero_()
@@ -177,6 +179,7 @@ class Places:
         if self.depth == 0:
             self._put(whole=held)
 
+    @torch.no_grad()
     def adopt(self) -> bool:
         """Takes the values of DTensors that were assigned in the place of shards, and says whether there were any."""
         adopted = False
@@ -189,7 +192,10 @@ class Places:
                     f"[fsdp] parameter {key} was replaced by a DTensor of shape {tuple(now.shape)} and placements "
                     f"{now.placements}, and is cut as {parameter.shard.placements}, of shape {tuple(parameter.shape)}"
                 )
-            parameter.local.copy_(now.to_local())
+            if parameter.local.is_meta:
+                parameter.shard._local_tensor = now.to_local().detach().clone()
+            else:
+                parameter.local.copy_(now.to_local())
             items[key] = parameter.shard
             adopted = True
         return adopted
@@ -250,6 +256,7 @@ class Shards:
         if id(module) in self.places:
             yield self.places[id(module)]
 
+    @torch.no_grad()
     def begin_forward(self) -> bool:
         """Before a forward: whether the model has to follow what was written to shards since."""
         self.end_lost_backward()
@@ -346,8 +353,8 @@ def shards_of(optimizer: torch.optim.Optimizer) -> "Iterable[Any]":
             if shard is not parameter:
                 if parameter in optimizer.state:
                     raise _C.Error(
-                        f"[fsdp] {type(optimizer).__name__} has made steps on a model before fully_shard, and its state would not "
-                        "follow. Make the optimizer after fully_shard, or load its state then"
+                        f"[fsdp] {type(optimizer).__name__} has made steps on a model before fully_shard, and its state would "
+                        "not follow. Make the optimizer after fully_shard, or load its state then"
                     )
                 group["params"][i] = shard
             known = vars(shard).get("_shardproof_parameter")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 import torch.nn as nn
@@ -40,16 +40,31 @@ def zero1(model: nn.Module, mesh, overlap: bool = False) -> Sharded:
 
 
 def fsdp2(
-    model: nn.Module, mesh, units: Units = "root", reshard: bool | int = True, precision: torch.dtype | None = None
+    model: nn.Module,
+    mesh,
+    units: Units = "root",
+    reshard: bool | int = True,
+    precision: torch.dtype | None = None,
+    fully_shard: Callable | None = None,
 ) -> nn.Module:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import fully_shard as of_torch
 
+    fully_shard = fully_shard or of_torch
     settings: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard}
     if precision is not None:
         settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
     for unit in model.blocks if units == "blocks" else () if units == "root" else units:
         fully_shard(unit, **settings)
     return fully_shard(model, **settings)
+
+
+def ours(
+    model: nn.Module, mesh, units: Units = "root", reshard: bool | int = True, precision: torch.dtype | None = None
+) -> nn.Module:
+    from ..fsdp import fully_shard
+
+    return fsdp2(model, mesh, units, reshard, precision, fully_shard)
 
 
 def tensor_plan(model: nn.Module) -> dict[str, Any]:
@@ -127,6 +142,7 @@ ENGINES: dict[str, Subject] = {
     "torch-ddp": Subject(ddp, **PLAIN, options={"bucket_view": (False, True)}, known=KNOWN, name="torch-ddp"),
     "torch-zero1": Subject(zero1, **PLAIN, load=False, name="torch-zero1"),
     "torch-fsdp2": Subject(fsdp2, **PLAIN, options=MIXED, known=KNOWN, clips=FINITE, name="torch-fsdp2"),
+    "shardproof-fsdp": Subject(ours, **PLAIN, options=MIXED, clips=FINITE, name="shardproof-fsdp"),
     "torch-tp": Subject(tp, **EVEN, mesh={"tp": (1, 2, 3)}, no_sync=False, known=KNOWN, clips=FINITE, name="torch-tp"),
     "torch-fsdp2-tp": Subject(
         fsdp2_tp,

@@ -1,209 +1,12 @@
-"""Programs as users of FSDP2 write them, which run with either library: what they compute has to be the same."""
-
-import inspect
-import math
+"""Programs as users of FSDP2 write them, about models, their parameters and their state. Each runs with either library."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from models import Net, batch, loss_of
-
-
-def net(**sizes):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Net(**sizes)
-
-
-def given(step):
-    return batch(step * dist.get_world_size() + dist.get_rank())
-
-
-def sharded(lib, model=None, **options):
-    model = net() if model is None else model
-    for block in model.blocks:
-        lib.fully_shard(block, **options)
-    return lib.fully_shard(model, **options)
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def values(model):
-    return {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
-
-
-def gradients(model):
-    return {name: None if p.grad is None else whole(p.grad).clone() for name, p in model.named_parameters()}
-
-
-def train(model, optimizer, steps=3, loss=loss_of):
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        value = loss(model, given(step))
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
-    return losses
-
-
-def an_optimizer_of_shards(lib):
-    model = sharded(lib)
-    assert all(isinstance(p, DTensor) for p in model.parameters())
-    return train(model, torch.optim.AdamW(model.parameters(), lr=0.01)), values(model)
-
-
-def mixed_precision(lib):
-    policy = lib.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = sharded(lib, mp_policy=policy)
-    return train(model, torch.optim.AdamW(model.parameters(), lr=0.01), loss=lambda m, b: loss_of(m, b).float()), values(model)
-
-
-def parameters_stay_whole_after_the_forward(lib):
-    model = sharded(lib, reshard_after_forward=False)
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)), values(model)
-
-
-def two_optimizers(lib):
-    model = sharded(lib)
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    first, second = torch.optim.AdamW(matrices, lr=0.01), torch.optim.SGD(others, lr=0.1)
-    for step in range(3):
-        loss_of(model, given(step)).backward()
-        first.step()
-        second.step()
-        first.zero_grad()
-        second.zero_grad()
-    return values(model)
-
-
-def one_optimizer_of_two_models(lib):
-    models = [sharded(lib), sharded(lib, net(width=8, blocks=1))]
-    optimizer = torch.optim.AdamW([p for model in models for p in model.parameters()], lr=0.01)
-    for step in range(2):
-        optimizer.zero_grad()
-        sum(loss_of(model, given(step)) for model in models).backward()
-        optimizer.step()
-    return [values(model) for model in models]
-
-
-def a_group_that_is_added_later(lib):
-    model = sharded(lib)
-    optimizer = torch.optim.SGD(model.blocks.parameters(), lr=0.1)
-    train(model, optimizer, 1)
-    optimizer.add_param_group({"params": [*model.inp.parameters(), *model.out.parameters()], "lr": 0.01})
-    return train(model, optimizer, 2), values(model)
-
-
-def accumulation_without_a_flag(lib):
-    model = sharded(lib)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(2):
-        for k in range(3):
-            (loss_of(model, given(3 * step + k)) / 3).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return values(model)
-
-
-def accumulation_on_each_rank(lib):
-    model = sharded(lib)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(2):
-        for k in range(3):
-            model.set_requires_gradient_sync(k == 2)
-            model.set_is_last_backward(k == 2)
-            (loss_of(model, given(3 * step + k)) / 3).backward()
-            assert k == 2 or all(p.grad is None for p in model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-    return values(model)
-
-
-def two_losses_of_one_forward(lib):
-    model = sharded(lib)
-    x, y = given(0)
-    result = model(x)
-    (result - y).square().mean().backward(retain_graph=True)
-    first = gradients(model)
-    result.abs().mean().backward()
-    return first, gradients(model)
-
-
-def forwards_before_their_backwards(lib):
-    model = sharded(lib)
-    losses = [loss_of(model, given(k)) for k in range(3)]
-    for loss in (losses[1], losses[0], losses[2]):
-        loss.backward()
-    return gradients(model)
-
-
-def gradients_of_inputs(lib):
-    model = sharded(lib)
-    x = given(0)[0].requires_grad_()
-    (gradient,) = torch.autograd.grad(model(x).square().sum(), x)
-    assert all(p.grad is None for p in model.parameters())
-    loss_of(model, given(1)).backward()
-    return gradient, gradients(model)
-
-
-def a_scaler(lib):
-    model = sharded(lib)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss = loss_of(model, given(step)) * (math.inf if step == 1 else 1)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-    return scaler.get_scale(), values(model)
-
-
-def clipping(lib):
-    model, norms = sharded(lib), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, kind in enumerate((1.0, 2.0, 3.0)):
-        optimizer.zero_grad()
-        loss_of(model, given(step)).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, kind).full_tensor())
-        optimizer.step()
-    optimizer.zero_grad()
-    loss_of(model, given(3)).backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
-    torch.nn.utils.clip_grad_value_(model.parameters(), 0.001)
-    optimizer.step()
-    return norms, values(model)
-
-
-def hooks_after_accumulation(lib):
-    model, seen = sharded(lib), []
-    for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.append((name, whole(p.grad).sum().item())))
-    loss_of(model, given(0)).backward()
-    return sorted(seen)
-
-
-def an_optimizer_within_the_backward(lib):
-    model = sharded(lib)
-    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
-
-    def step(parameter):
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
-
-    for parameter in optimizers:
-        parameter.register_post_accumulate_grad_hook(step)
-    for k in range(3):
-        loss_of(model, given(k)).backward()
-    return values(model)
+from fsdp_kit import given, gradients, net, sharded, train, values, whole
+from models import Net, loss_of
 
 
 def parameters_and_gradients_by_hand(lib):
@@ -272,17 +75,6 @@ def thawed_between_steps(lib):
     for parameter in model.blocks[1].parameters():
         parameter.requires_grad_(True)
     return losses, train(model, optimizer, 2), values(model)
-
-
-def an_optimizer_from_before(lib):
-    model = net()
-    if lib.__name__ != "shardproof.fsdp":  # where FSDP2 leaves it behind, Accelerate and others put the shards into it
-        model = sharded(lib, model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        model = sharded(lib, model)
-    return train(model, optimizer), values(model)
 
 
 def a_list_of_modules_is_a_unit(lib):
@@ -394,41 +186,6 @@ def whole_parameters_by_hand(lib):
     return seen
 
 
-def a_step_that_is_left_out(lib):
-    model = sharded(lib)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss_of(model, given(0)).backward()
-    optimizer.zero_grad()
-    return train(model, optimizer, 2), values(model)
-
-
-def a_schedule_of_rates(lib):
-    model = sharded(lib)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    schedule, losses = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4), []
-    for step in range(3):
-        losses += train(model, optimizer, 1)
-        schedule.step()
-    return losses, values(model)
-
-
-def fused_and_foreach(lib):
-    results = []
-    for how in (dict(foreach=True), dict(foreach=False), dict(fused=True)):
-        model = sharded(lib)
-        results.append((train(model, torch.optim.AdamW(model.parameters(), lr=0.01, **how)), values(model)))
-    return results
-
-
-def a_gradient_that_is_replaced(lib):
-    model = sharded(lib)
-    loss_of(model, given(0)).backward()
-    for parameter in model.parameters():
-        parameter.grad = parameter.grad * 2
-    loss_of(model, given(1)).backward()
-    return gradients(model)
-
-
 def tied_parameters_of_the_root(lib):
     class Tied(nn.Module):
         def __init__(self):
@@ -451,19 +208,6 @@ def tied_parameters_of_the_root(lib):
         model(torch.arange(7) % (2 + dist.get_rank())).square().mean().backward()
         optimizer.step()
     return values(model)
-
-
-def a_closure_that_runs_several_times(lib):
-    model = sharded(lib)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-
-    def closure():
-        optimizer.zero_grad()
-        value = loss_of(model, given(0))
-        value.backward()
-        return value
-
-    return [float(optimizer.step(closure)) for _ in range(2)]
 
 
 def an_averaged_model(lib):
@@ -509,20 +253,6 @@ def a_root_without_parameters(lib):
     for part in (*model.body.blocks, model.body, model):
         lib.fully_shard(part)
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1)), values(model)
-
-
-def muon_beside_adamw(lib):
-    """Newton's iteration needs whole matrices, which DTensors gather by themselves."""
-    model = sharded(lib)
-    matrices = [p for name, p in model.named_parameters() if name.startswith("blocks") and p.dim() == 2]
-    rest = [p for name, p in model.named_parameters() if not name.startswith("blocks") or p.dim() < 2]
-    optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
-    for step in range(2):
-        loss_of(model, given(step)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return values(model)
 
 
 def checkpoints_of_pytorch(lib):
@@ -632,41 +362,3 @@ def attributes_of_parameters(lib):
     model = sharded(lib, model)
     spared = [name for name, p in model.named_parameters() if getattr(p, "spared", False)]
     return len(spared) if lib.__name__ == "shardproof.fsdp" else 1, values(model)
-
-
-PROGRAMS = {
-    name: program
-    for name, program in list(globals().items())
-    if inspect.isfunction(program) and list(inspect.signature(program).parameters) == ["lib"]
-}
-
-
-def flat(result):
-    """Numbers and tensors of a result, with where they are in it."""
-    if isinstance(result, dict):
-        for name, value in result.items():
-            for at, each in flat(value):
-                yield f"{name}{at}", each
-    elif isinstance(result, (list, tuple)):
-        for i, value in enumerate(result):
-            for at, each in flat(value):
-                yield f"[{i}]{at}", each
-    else:
-        yield "", result
-
-
-def same(name):
-    """Run a program with both libraries."""
-    import torch.distributed.fsdp as theirs
-
-    import shardproof.fsdp as ours
-
-    expected = list(flat(PROGRAMS[name](theirs)))
-    got = list(flat(PROGRAMS[name](ours)))
-    assert [at for at, _ in got] == [at for at, _ in expected], name
-    assert expected, name
-    for (at, own), (_, other) in zip(got, expected):
-        if isinstance(other, torch.Tensor):
-            torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5, msg=lambda m, at=at: f"{name}: {at}: {m}")
-        else:
-            assert own == other or (isinstance(other, float) and math.isclose(own, other, rel_tol=1e-5, abs_tol=1e-6)), (name, at, own, other)

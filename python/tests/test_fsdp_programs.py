@@ -1,0 +1,16 @@
+"""Programs of FSDP2's users (fsdp_training.py, fsdp_models.py) compute the same with this library, in a process group."""
+
+import os
+import sys
+
+import pytest
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.join(HERE, os.pardir, os.pardir, "ci", "tests"))
+
+from peer_ranks import run_ranks  # noqa: E402
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_programs_of_fsdp2_compute_the_same_after_a_change_of_the_import(ranks):
+    run_ranks(os.path.join(HERE, "gloo_ranks.py"), ranks, ["programs"])

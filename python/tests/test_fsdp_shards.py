@@ -1,0 +1,319 @@
+"""Parameters and gradients that are DTensors between uses, where fsdp_training.py and fsdp_models.py have no answer of FSDP2."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import shardproof
+import shardproof.fsdp
+from models import Net, assert_same_bits, batch, loss_of, train_plain
+from shardproof.fsdp import fully_shard
+from shardproof.shards import shards_of
+
+
+def shard(comm, model, **options):
+    comms = shardproof.MeshComm(comm, f"dp_shard={comm.size}")
+    for block in model.blocks:
+        fully_shard(block, mesh=comms, **options)
+    return fully_shard(model, mesh=comms, **options)
+
+
+def whole(model):
+    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "hsdp"])
+def test_every_strategy_that_cuts_the_optimizers_memory_trains_shards_with_plain_pytorchs_bits(strategy):
+    base = Net()
+
+    def body(comm):
+        model = copy.deepcopy(base)
+        comms = shardproof.MeshComm(comm, "dp_replicate=2,dp_shard=2" if strategy == "hsdp" else "dp_shard=4")
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=comms, **(dict(strategy=strategy) if part is model else {}))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, batch(step * comm.size + comm.rank)).backward()
+            optimizer.step()
+        return whole(model), shardproof.sharded_of(model).gather()
+
+    _, expected = train_plain(base, lambda p: torch.optim.AdamW(p, lr=0.01), steps=3, world=4)
+    for shards, computed in shardproof.run_threads(4, body):
+        if strategy == "hsdp":  # adds replicas last
+            for name, value in expected.named_parameters():
+                torch.testing.assert_close(shards[name], value.detach(), rtol=1e-4, atol=1e-5)
+        else:
+            assert_same_bits(shards, dict(expected.named_parameters()))
+        assert_same_bits(computed, shards)
+
+
+def test_a_parameter_has_a_gradient_where_any_rank_has_reached_it_and_is_left_alone_where_none_has():
+    class Choosing(Net):
+        def __init__(self):
+            super().__init__()
+            self.never, self.sometimes = nn.Linear(3, 3), nn.Linear(1, 1)
+
+        def forward(self, x):
+            result = super().forward(x)
+            return self.sometimes(result) if x.sum() > 0 else result
+
+    base = Choosing()
+    inputs = [torch.ones(2, 5), -torch.ones(2, 5)]
+
+    def body(comm):
+        model = shard(comm, copy.deepcopy(base))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(inputs[comm.rank]).square().mean().backward()
+            assert model.never.weight.grad is None and model.sometimes.weight.grad is not None
+            optimizer.step()
+        optimizer.zero_grad()
+        model(inputs[1]).square().mean().backward()  # no rank
+        assert model.sometimes.weight.grad is None
+        return whole(model)
+
+    plain = copy.deepcopy(base)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (sum(plain(x).square().mean() for x in inputs) / 2).backward()
+        optimizer.step()
+    for values in shardproof.run_threads(2, body):
+        for name, value in plain.named_parameters():
+            torch.testing.assert_close(values[name], value.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_that_two_units_share_are_one_shard_and_train_as_plain_ones():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+            self.blocks[1].weight = self.blocks[0].weight
+            self.head = nn.Linear(5, 5)
+            self.head.weight = self.blocks[0].weight
+
+        def forward(self, x):
+            return self.head(self.blocks[1](torch.tanh(self.blocks[0](x))))
+
+    base = Tied()
+
+    def body(comm):
+        model = shard(comm, copy.deepcopy(base))
+        assert model.head.weight is model.blocks[0].weight is model.blocks[1].weight
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, batch(2 * step + comm.rank)).backward()
+            optimizer.step()
+        return whole(model)
+
+    _, expected = train_plain(base, lambda p: torch.optim.SGD(p, lr=0.1), steps=2, world=2)
+    for values in shardproof.run_threads(2, body):
+        for name, value in expected.named_parameters():
+            torch.testing.assert_close(values[name], value.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_after_an_exception_the_module_has_its_shards_and_training_goes_on(when):
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ValueError("on purpose")
+
+    base = Net()
+
+    def fail(module, args, result):
+        if when == "forward":
+            raise ValueError("on purpose")
+        return Fails.apply(result)
+
+    def body(comm):
+        model = shard(comm, copy.deepcopy(base))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = model.blocks[1].up.register_forward_hook(fail)
+        with pytest.raises(ValueError, match="on purpose"):
+            loss_of(model, batch(0)).backward()
+        handle.remove()
+        model.reset_iter_state()
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        optimizer.zero_grad()
+        loss_of(model, batch(comm.rank)).backward()
+        optimizer.step()
+        return whole(model)
+
+    _, expected = train_plain(base, lambda p: torch.optim.SGD(p, lr=0.1), steps=1, world=2)
+    for values in shardproof.run_threads(2, body):
+        assert_same_bits(values, dict(expected.named_parameters()))
+
+
+def test_what_is_written_to_shards_is_computed_with_in_the_dtype_of_computation_too():
+    policy = shardproof.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+    def body(comm):
+        model = shard(comm, Net(), mp_policy=policy)
+        for step, write in enumerate(WRITES):
+            loss_of(model, batch(0)).backward()
+            with torch.no_grad():
+                write(model)
+            expected = {name: value.bfloat16() for name, value in whole(model).items()}
+            model(batch(0)[0])
+            assert_same_bits(shardproof.sharded_of(model).gather(), expected, f"write {step}")
+
+    shardproof.run_threads(2, body)
+
+
+def with_values(model, value):
+    return {
+        name: distribute_tensor(torch.full(p.shape, value), p.device_mesh, p.placements, src_data_rank=None)
+        for name, p in model.named_parameters()
+    }
+
+
+WRITES = [
+    lambda model: [p.mul_(1.5) for p in model.parameters()],
+    lambda model: torch._foreach_add_(list(model.parameters()), 0.25),
+    lambda model: model.load_state_dict(with_values(model, 0.5)),
+    lambda model: model.load_state_dict({name: nn.Parameter(v) for name, v in with_values(model, 0.75).items()}, assign=True),
+    lambda model: [p.data.fill_(2) for p in model.parameters()],
+    lambda model: [p.to_local().fill_(3) for p in model.parameters()],
+]
+
+
+def test_ranks_whose_optimizers_differ_are_told_so():
+    def body(comm):
+        model = shard(comm, Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + comm.rank)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank)).backward()
+            optimizer.step()
+
+    with pytest.raises(shardproof.Error, match=r"after SGD \| lr=0.1 .*after SGD \| lr=1.1"):
+        shardproof.run_threads(2, body)
+
+
+def test_an_optimizer_that_was_made_before_gets_the_shards_unless_it_has_made_steps():
+    def body(comm):
+        model = Net()
+        optimizer = torch.optim.AdamW([{"params": model.blocks.parameters()}, {"params": model.out.parameters(), "lr": 0.1}])
+        trained = copy.deepcopy(model)
+        late = torch.optim.AdamW(trained.parameters())
+        loss_of(trained, batch(0)).backward()
+        late.step()
+        shard(comm, model)
+        loss_of(model, batch(0)).backward()
+        optimizer.step()
+        assert all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+        assert [sharded.module for sharded in shards_of(optimizer)] == [model]
+        shard(comm, trained)
+        trained(batch(0)[0])
+        with pytest.raises(shardproof.Error, match="AdamW has made steps on a model before fully_shard"):
+            late.step()
+
+    shardproof.run_threads(1, body)
+
+
+class Odd(nn.Module):
+    def __init__(self, parameter):
+        super().__init__()
+        self.odd = parameter
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Odd(nn.Parameter(torch.tensor(1.0))), "odd is a scalar, which has no dim to cut. Give it the shape"),
+        (lambda: nn.LazyLinear(3), "weight is a UninitializedParameter, and must be a plain torch.nn.Parameter"),
+    ],
+)
+def test_parameters_that_cannot_be_cut_are_refused(make, message):
+    def body(comm):
+        with pytest.raises(shardproof.Error, match=message):
+            fully_shard(make(), mesh=shardproof.MeshComm(comm, "dp_shard=1"))
+
+    shardproof.run_threads(1, body)
+
+
+def test_what_would_be_lost_is_refused():
+    def body(comm):
+        with pytest.raises(shardproof.Error, match="has the axis tp: shards are DTensors over dp_replicate and dp_shard"):
+            fully_shard(Net(), mesh=shardproof.MeshComm(comm, "dp_shard=1,tp=2"))
+        model = shard(comm, Net())
+        for name in ("set_all_reduce_hook", "set_custom_all_gather", "set_custom_reduce_scatter"):
+            with pytest.raises(shardproof.Error, match=f"{name} is not offered. "):
+                getattr(model, name)(None)
+        model.set_force_sum_reduction_for_comms(True)
+        model.set_allocate_memory_from_process_group_for_comm(True)
+        loss_of(model, batch(0)).backward()
+        with pytest.raises(shardproof.Error, match="set_requires_all_reduce is of the whole model"):
+            model.blocks[0].set_requires_all_reduce(False)
+        with pytest.raises(shardproof.Error, match="set_gradient_divide_factor comes before the first forward"):
+            model.set_gradient_divide_factor(2.0)
+        with pytest.raises(shardproof.Error, match="the library's own optimizers do not look"):
+            shardproof.adamw(shardproof.sharded_of(model))
+        with pytest.raises(shardproof.Error, match="the .grad of its parameters has taken them"):
+            shardproof.sharded_of(model).clip_gradients(1.0)
+        model.out.weight.grad.fill_(float("nan"))
+        with pytest.raises(RuntimeError, match="the norm of order 2.0 is nan, and nothing is clipped"):
+            shardproof.fsdp.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        model.double()
+        with pytest.raises(shardproof.Error, match="was moved or cast from torch.float32 on cpu to torch.float64 on cpu"):
+            model(batch(0)[0])
+        other = shard(comm, Net())
+        other.out.weight = other.inp.weight
+        with pytest.raises(shardproof.Error, match="parameter weight was replaced by a DTensor of shape"):
+            other(batch(0)[0])
+
+    shardproof.run_threads(2, body)
+
+
+def test_a_forward_waits_for_the_event_behind_the_optimizers_step():
+    class Event:
+        waited = 0
+
+        def wait(self):
+            self.waited += 1
+
+    def body(comm):
+        model, event = shard(comm, Net()), Event()
+        model(batch(0)[0])
+        model.set_post_optim_event(event)
+        assert event.waited == 0
+        model(batch(0)[0])
+        model(batch(0)[0])
+        assert event.waited == 1
+
+    shardproof.run_threads(1, body)
+
+
+def test_a_mesh_without_a_process_group_has_the_collectives_of_dtensors():
+    def body(comm):
+        comms = shardproof.MeshComm(comm, f"dp_shard={comm.size}")
+        model = fully_shard(nn.Linear(4, 5, bias=False), mesh=comms)
+        weight = model.weight.detach()
+        mesh = weight.device_mesh
+        full = weight.full_tensor()
+        again = distribute_tensor(full, mesh, weight.placements, src_data_rank=None)
+        assert torch.equal(again.to_local(), weight.to_local())
+        assert weight.sum().full_tensor().item() == pytest.approx(full.sum().item(), rel=1e-5)
+        assert weight.max().full_tensor().item() == full.max().item() and weight.min().full_tensor().item() == full.min().item()
+        assert weight.mean().full_tensor().item() == pytest.approx(full.mean().item(), rel=1e-5)
+        product = (weight.T @ weight).full_tensor()
+        torch.testing.assert_close(product, full.T @ full)
+        torch.testing.assert_close(weight.redistribute(mesh, [torch.distributed.tensor.Shard(1)]).full_tensor(), full)
+        group = mesh.get_group()
+        assert (group.size(), group.rank(), mesh.get_coordinate()) == (comm.size, comm.rank, (comm.rank,))
+        assert repr(group) == f"CommGroup('dp_shard', rank {comm.rank} of {comm.size})"
+        return full
+
+    first, *others = shardproof.run_threads(3, body)
+    assert len(others) == 2
