@@ -95,13 +95,13 @@ def fsdp2(options, model):
 
 
 def ours(options, model):
-    from shardproof.fsdp import AdamW, clip_grad_norm_, fully_shard
+    from shardproof.fsdp import fully_shard
 
     given = sharding_options(options)
     for block in model.model.layers:
         fully_shard(block, **given)
     fully_shard(model, prefetch_forward=1, prefetch_backward=1, **given)
-    return model, AdamW(model.parameters(), lr=1e-3), lambda: clip_grad_norm_(model.parameters(), 1.0), contextlib.nullcontext()
+    return model, fused_adamw(model), clips(model), contextlib.nullcontext()
 
 
 def megatron(options, model):

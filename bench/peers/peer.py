@@ -201,10 +201,6 @@ def adamw(spec, model):
     """Fused, as `single` has it. One group for each kind of tensor, since it refuses lists that mix them."""
     import torch
 
-    if spec["strategy"] == "python_gloo":
-        from shardproof.fsdp import AdamW
-
-        return AdamW(model.parameters(), lr=spec["lr"])
     if spec["strategy"] == "ddp_zero1":
         from torch.distributed.optim import ZeroRedundancyOptimizer
 

@@ -21,7 +21,9 @@ void add(Held& sums, const std::vector<Piece>& pieces) {
   }
 }
 
-at::Tensor loss_of(torch::nn::Sequential& model, int64_t number) { return call(model, toy::data({3, 5}, number)).square().sum(); }
+at::Tensor loss_of(torch::nn::Sequential& model, int64_t number) {
+  return call(model, toy::data({3, 5}, number)).square().sum();
+}
 
 }  // namespace
 

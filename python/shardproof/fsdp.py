@@ -5,8 +5,8 @@
 >>> fully_shard(model, mesh=mesh)
 >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-Between uses the model's parameters and their ``.grad`` are DTensors, cut along dim 0 as FSDP2's (`shards.py`). The
-engine around them is made at the first forward, which is collective. docs/howto/move_from_fsdp2.md lists what is the same and what is not.
+Between uses the model's parameters and their ``.grad`` are DTensors, cut along dim 0 as FSDP2's (`shards.py`). The engine
+around them is made at the first forward, which is collective. docs/howto/move_from_fsdp2.md lists what differs.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class FSDPModule:
         """Do nothing, since the library asks for registered memory itself. FSDP2 has the name."""
 
     def reset_iter_state(self) -> None:
-        """Go on after an exception in a forward or backward, on every rank. Gradients that are not in ``.grad`` yet are lost."""
+        """Go on after an exception in a forward or backward, on every rank, without gradients that are not in ``.grad`` yet."""
         sharded = self._shardproof_handle()
         sharded.shards.end_lost_backward()
         sharded.zero_gradients()

@@ -236,6 +236,12 @@ class Shards:
         self.follows = True  # the model computes with what the shards have
         views = {piece.name: piece.data for piece in sharded.main_parameters()}
         for name, parameter in self.by_name.items():
+            if name in views and views[name].numel() != parameter.local.numel():
+                raise _C.Error(
+                    f"[fsdp] the optimizer's memory of {name} has {views[name].numel()} elements on this rank, and its shard "
+                    f"{parameter.local.numel()}: the strategy does not cut over dp_shard alone. Leave strategy out, or use "
+                    "shardproof.fully_shard"
+                )
             if name in views or parameter.view is None:
                 parameter.view = parameter.as_local(views.get(name))
         for parameter in self.every:

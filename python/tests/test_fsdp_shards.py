@@ -1,4 +1,4 @@
-"""Parameters and gradients that are DTensors between uses, where fsdp_training.py and fsdp_models.py have no answer of FSDP2."""
+"""Parameters and gradients that are DTensors between uses, where FSDP2 has no answer to compare with."""
 
 import copy
 
@@ -247,6 +247,9 @@ def test_what_would_be_lost_is_refused():
     def body(comm):
         with pytest.raises(shardproof.Error, match="has the axis tp: shards are DTensors over dp_replicate and dp_shard"):
             fully_shard(Net(), mesh=shardproof.MeshComm(comm, "dp_shard=1,tp=2"))
+        model = shard(comm, Net(), strategy="ddp")
+        with pytest.raises(shardproof.Error, match="does not cut over dp_shard alone. Leave strategy out"):
+            model(batch(0)[0])
         model = shard(comm, Net())
         for name in ("set_all_reduce_hook", "set_custom_all_gather", "set_custom_reduce_scatter"):
             with pytest.raises(shardproof.Error, match=f"{name} is not offered. "):

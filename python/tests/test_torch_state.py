@@ -38,7 +38,7 @@ class Scaled(nn.Module):
 
 
 def shard(comm, model, strategy="zero3"):
-    """By the door of FSDP2, whose parameters have a dim, or by the library's own."""
+    """By the door of FSDP2, whose parameters have a dim, or by our own."""
     own = copy.deepcopy(model)
     if own.gain.dim() == 0:
         shardproof.fully_shard(own, comm, strategy=strategy, units=[Block])
@@ -50,7 +50,6 @@ def shard(comm, model, strategy="zero3"):
 
 
 def made(kind, model, parameters=None, **settings):
-    """An optimizer of torch.optim."""
     if model.gain.dim() == 0:
         return shardproof.torch_optimizer(kind, shardproof.sharded_of(model), parameters or model.parameters(), **settings)
     return kind(parameters or model.parameters(), **settings)
@@ -81,11 +80,9 @@ def plain(base, kind, settings, parts):
 
 
 @pytest.mark.parametrize("kind,settings", KINDS)
-@pytest.mark.parametrize(
-    "world,strategy,shape",
-    [(2, "zero3", ()), (3, "zero1", ()), (1, "ddp", ()), (3, "zero3", (1,)), (2, "zero1", (1,))],
-)
-def test_a_run_on_another_mesh_goes_on_with_the_bits_of_plain_pytorch(tmp_path, kind, settings, world, strategy, shape):
+@pytest.mark.parametrize("on", [(2, "zero3"), (3, "zero1"), (1, "ddp"), (3, "zero3", 1), (2, "zero1", 1)])
+def test_a_run_on_another_mesh_goes_on_with_the_bits_of_plain_pytorch(tmp_path, kind, settings, on):
+    world, strategy, *shape = on
     base, saved = Scaled(*shape), str(tmp_path / "saved")
     if shape and kind is torch.optim.Rprop:
         pytest.skip("DTensor has no index_put_, which Rprop calls")
