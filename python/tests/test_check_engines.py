@@ -20,9 +20,10 @@ def test_healthy_engines_hold(name):
     assert report.held >= 35 and report.controls >= 80 and report.blind == 0 and report.farthest < 8
 
 
-def test_engines_hold_on_processes_too():
-    report = check(ENGINES["torch-fsdp2"], cases=4, seed=2, ranks="processes")
-    assert report.ok and report.held == 4, str(report)
+@pytest.mark.parametrize("name, cases", [("torch-fsdp2", 4), ("shardproof-fsdp", 100)])
+def test_engines_hold_on_processes_too(name, cases):
+    report = check(ENGINES[name], cases=cases, seed=2, ranks="processes")
+    assert report.ok and report.held + sum(report.known.values()) == cases, str(report)
 
 
 def test_cases_depend_on_the_seed_and_the_number_only():

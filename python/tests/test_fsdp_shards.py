@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import shardproof
@@ -155,13 +156,16 @@ def test_after_an_exception_the_module_has_its_shards_and_training_goes_on(when)
         assert_same_bits(values, dict(expected.named_parameters()))
 
 
-def test_what_is_written_to_shards_is_computed_with_in_the_dtype_of_computation_too():
+@pytest.mark.parametrize("after", ["a forward", "a backward"])
+def test_what_is_written_to_shards_is_computed_with_in_the_dtype_of_computation_too(after):
     policy = shardproof.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
     def body(comm):
         model = shard(comm, Net(), mp_policy=policy)
-        for step, write in enumerate(WRITES):
-            loss_of(model, batch(0)).backward()
+        for step, write in enumerate(WRITES if after == "a backward" else COUNTED):
+            loss = loss_of(model, batch(0))
+            if after == "a backward":
+                loss.backward()
             with torch.no_grad():
                 write(model)
             expected = {name: value.bfloat16() for name, value in whole(model).items()}
@@ -178,11 +182,14 @@ def with_values(model, value):
     }
 
 
-WRITES = [
+COUNTED = [  # by autograd, or in the module
     lambda model: [p.mul_(1.5) for p in model.parameters()],
-    lambda model: torch._foreach_add_(list(model.parameters()), 0.25),
     lambda model: model.load_state_dict(with_values(model, 0.5)),
     lambda model: model.load_state_dict({name: nn.Parameter(v) for name, v in with_values(model, 0.75).items()}, assign=True),
+]
+WRITES = [
+    *COUNTED,
+    lambda model: torch._foreach_add_(list(model.parameters()), 0.25),
     lambda model: [p.data.fill_(2) for p in model.parameters()],
     lambda model: [p.to_local().fill_(3) for p in model.parameters()],
 ]
@@ -310,6 +317,7 @@ def test_a_mesh_without_a_process_group_has_the_collectives_of_dtensors():
         assert weight.sum().full_tensor().item() == pytest.approx(full.sum().item(), rel=1e-5)
         assert weight.max().full_tensor().item() == full.max().item() and weight.min().full_tensor().item() == full.min().item()
         assert weight.mean().full_tensor().item() == pytest.approx(full.mean().item(), rel=1e-5)
+        assert all_reduce(torch.full((), float(comm.rank)), "avg", mesh).item() == 1.0
         product = (weight.T @ weight).full_tensor()
         torch.testing.assert_close(product, full.T @ full)
         torch.testing.assert_close(weight.redistribute(mesh, [torch.distributed.tensor.Shard(1)]).full_tensor(), full)

@@ -142,7 +142,14 @@ ENGINES: dict[str, Subject] = {
     "torch-ddp": Subject(ddp, **PLAIN, options={"bucket_view": (False, True)}, known=KNOWN, name="torch-ddp"),
     "torch-zero1": Subject(zero1, **PLAIN, load=False, name="torch-zero1"),
     "torch-fsdp2": Subject(fsdp2, **PLAIN, options=MIXED, known=KNOWN, clips=FINITE, name="torch-fsdp2"),
-    "shardproof-fsdp": Subject(ours, **PLAIN, options=MIXED, clips=FINITE, name="shardproof-fsdp"),
+    "shardproof-fsdp": Subject(
+        ours,
+        **PLAIN,
+        options=MIXED,
+        known={"Expected device to be set": KNOWN["Expected device to be set"]},  # of torch.distributed.checkpoint
+        clips=FINITE,
+        name="shardproof-fsdp",
+    ),
     "torch-tp": Subject(tp, **EVEN, mesh={"tp": (1, 2, 3)}, no_sync=False, known=KNOWN, clips=FINITE, name="torch-tp"),
     "torch-fsdp2-tp": Subject(
         fsdp2_tp,
