@@ -37,7 +37,8 @@ class _Request:
         self.later: "list[Callable]" = []  # methods that the user has called
         device = next((p.device.type for module in modules for p in module.parameters() if not p.is_meta), "cpu")
         cut, ignored = cut_of(options["mesh"], device), options["ignored"] or ()
-        self.places = {id(module): Places(module, cut, _is_unit, ignored) for module in modules}
+        dim_of = functools.partial(_dim_of, options["shard_placement_fn"])
+        self.places = {id(module): Places(module, cut, _is_unit, ignored, dim_of) for module in modules}
         self.triggers = [m.register_forward_pre_hook(self.run, prepend=True, with_kwargs=True) for m in modules]
 
     @uncompiled
@@ -51,6 +52,15 @@ _noted: "weakref.WeakKeyDictionary[nn.Module, _Request]" = weakref.WeakKeyDictio
 _first_of: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]" = weakref.WeakKeyDictionary()
 # By each module that was noted down: the model that it is a unit of. A unit need not have parameters.
 _around: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Sharded]]" = weakref.WeakKeyDictionary()
+
+
+def _dim_of(shard_placement_fn: "Optional[Callable]", parameter: nn.Parameter) -> int:
+    placement = None if shard_placement_fn is None else shard_placement_fn(parameter)
+    if placement is None:
+        return 0
+    if type(placement) is not Shard:
+        raise _C.Error(f"[fsdp] shard_placement_fn returned {placement!r}. Let it return None or a Shard")
+    return placement.dim % max(1, parameter.dim())
 
 
 def _is_unit(module: nn.Module) -> bool:
@@ -232,7 +242,7 @@ def fully_shard(
     reshard_after_forward : bool or int, optional
         Without it True, and False for the root.
     shard_placement_fn : callable, optional
-        May return None or Shard(0), since parameters are cut along dim 0.
+        Along which dim a parameter is cut, as a Shard; None is Shard(0). Sizes need not divide.
     mp_policy : MixedPrecisionPolicy or Precision, optional
         The dtypes.
     offload_policy : OffloadPolicy, optional
@@ -250,13 +260,6 @@ def fully_shard(
     modules = [module] if isinstance(module, nn.Module) else list(module) if isinstance(module, (list, tuple)) else []
     if not modules or not all(isinstance(each, nn.Module) for each in modules):
         raise _C.Error(f"[fsdp] fully_shard takes a module, or a list of modules that make up one unit, got {module!r}")
-    for name, parameter in (item for each in modules for item in each.named_parameters()):
-        placement = None if shard_placement_fn is None else shard_placement_fn(parameter)
-        if placement not in (None, Shard(0)):
-            raise _C.Error(
-                f"[fsdp] shard_placement_fn places {name} as {placement}, and parameters are cut along dim 0 only. Let "
-                "it return None or Shard(0)"
-            )
     for each in modules:
         if isinstance(each, FSDPModule):
             raise _C.Error(f"[fsdp] this {type(each).__name__} was given to fully_shard before")
@@ -268,6 +271,7 @@ def fully_shard(
             precision=mp_policy,
             offload_policy=offload_policy,
             ignored=ignored_params,
+            shard_placement_fn=shard_placement_fn,
             options=options,
         ),
     )
@@ -372,7 +376,7 @@ def shard_now(root: nn.Module) -> Sharded:
     for each in places.values():
         each.adopt()
         each.make_wholes()
-        each.hold(True)
+        each.hold(True, plainly=True)
     try:
         sharded = _fully_shard(
             root,

@@ -85,7 +85,7 @@ class Sharded:
         if not lags and self._version == sum(each._version for each in self._of_optimizer):
             return
         if self.shards is not None and self.shards.done:
-            self.native.finish_foreign_step("; ".join(self.shards.done))
+            self._engine.finish_foreign_step("; ".join(self.shards.done))
             self.shards.done.clear()
             self._note_published()
         else:
@@ -104,7 +104,14 @@ class Sharded:
 
     @property
     def native(self) -> _C.Sharded:
-        """The library's own object, of a model that has the parameters that it was sharded with."""
+        """The library's own object, whose parameters are those of the module by name and shape."""
+        if self.shards is not None:
+            self.shards.require_as_in_engine()
+        return self._engine
+
+    @property
+    def _engine(self) -> _C.Sharded:
+        """The same, of a model that has the parameters that it was sharded with."""
         self._alive().require_same_parameters()
         return self._alive()
 
@@ -115,21 +122,21 @@ class Sharded:
 
     @property
     def comms(self) -> _C.MeshComm:
-        return self.native.comms
+        return self._engine.comms
 
     @property
     def step(self) -> int:
         """Steps taken so far, skipped ones included."""
-        return self.native.step
+        return self._engine.step
 
     @property
     def rank(self) -> int:
         """The rank in the mesh."""
-        return self.native.rank
+        return self._engine.rank
 
     def set_last_microbatch(self, last: bool) -> None:
         """Say whether the next backward is the last one before the optimizer's step; True at first."""
-        self.native.set_last_microbatch(last)
+        self._engine.set_last_microbatch(last)
 
     def microbatches(self, batches: Iterable) -> Iterator:
         """Go through the microbatches of a step, and call `set_last_microbatch` before each.
@@ -153,17 +160,17 @@ class Sharded:
 
     def set_gradient_sync(self, sync: bool) -> None:
         """While False, backwards add to gradients on this rank and reduce nothing. The last one of a step must be True."""
-        self.native.set_gradient_sync(sync)
+        self._engine.set_gradient_sync(sync)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards within reduce nothing, as DDP's ``no_sync``."""
-        before = self.native.gradient_sync
-        self.native.set_gradient_sync(False)
+        before = self._engine.gradient_sync
+        self._engine.set_gradient_sync(False)
         try:
             yield
         finally:
-            self.native.set_gradient_sync(before)
+            self._engine.set_gradient_sync(before)
 
     def add_tokens(self, tokens: int) -> None:
         """Add to the number of tokens that this rank's backwards of this step cover; needed with ``divide_by_tokens``.
@@ -174,7 +181,7 @@ class Sharded:
 
     def zero_gradients(self) -> None:
         """Forget accumulated gradients, and what a backward left that ended in an exception."""
-        self.native.zero_gradients()
+        self._engine.zero_gradients()
 
     def gradient_norm(self, order: float = 2) -> float:
         """The norm of the whole gradient, each element counted once. Collective; after the last backward."""
@@ -225,11 +232,11 @@ class Sharded:
         That is a save under way (`copy_in_background`), and with ``gather="side_by_side"`` the other ranks. Collective over
         the mesh then; otherwise it does not communicate. Raises an error while averages are in the place of the parameters.
         """
-        self.native.main_parameters_will_change()
+        self._engine.main_parameters_will_change()
 
     def main_parameters_changed(self) -> None:
         """Bring the parameters up to date after the main ones were written to. Collective."""
-        self.native.main_parameters_changed()
+        self._engine.main_parameters_changed()
         self._note_published()
 
     @torch.no_grad()
@@ -324,27 +331,27 @@ class Sharded:
 
     def unit(self, name: str) -> UnitHandle:
         """The unit of this name; "" is the root. Gathers and frees it by hand, and changes its options."""
-        return self.native.unit(name)
+        return self._engine.unit(name)
 
     def units(self) -> "list[UnitHandle]":
         """All units, the root first."""
-        return [self.native.unit(name) for name in self.native.unit_names()]
+        return [self._engine.unit(name) for name in self._engine.unit_names()]
 
     def memory(self) -> "dict[str, tuple[int, int]]":
         """Bytes that this rank holds, now and at most since `reset_peak_memory`, by what they are for."""
-        return self.native.memory()[0]
+        return self._engine.memory()[0]
 
     def host_memory(self) -> "dict[str, tuple[int, int]]":
         """The same of what ``offload`` and ``offload_activations`` moved to the host's memory."""
-        return self.native.memory()[1]
+        return self._engine.memory()[1]
 
     def reset_peak_memory(self) -> None:
         """Count the largest use of memory anew."""
-        self.native.reset_peak_memory()
+        self._engine.reset_peak_memory()
 
     def describe(self) -> str:
         """One line for each unit: its parameters, buckets and bytes on this rank."""
-        return self.native.describe()
+        return self._engine.describe()
 
     def remove(self) -> nn.Module:
         """Turn the model back into a plain one with whole parameters, and return it. Collective."""

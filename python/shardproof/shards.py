@@ -14,7 +14,10 @@ from typing import Any, Callable, Iterable, Iterator, Optional
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import _C
@@ -30,10 +33,6 @@ class Cut:
     mesh: Any  # a DeviceMesh
     rank: int
     ranks: int
-
-    @property
-    def placements(self) -> tuple:
-        return (*(Replicate() for _ in range(self.mesh.ndim - 1)), Shard(0))
 
 
 def cut_of(mesh: Any, device: str) -> Cut:
@@ -64,22 +63,27 @@ def cut_of(mesh: Any, device: str) -> Cut:
 class Parameter:
     """A parameter of a model: its shard, which the module has between uses, and the whole one, which its unit computes with."""
 
-    def __init__(self, given: nn.Parameter, name: str, cut: Cut):
-        if isinstance(given, DTensor) or type(given) is not nn.Parameter:
+    def __init__(self, given: nn.Parameter, name: str, cut: Cut, dim: int = 0):
+        if not isinstance(given, DTensor) and type(given) is not nn.Parameter:
             raise _C.Error(
-                f"[fsdp] parameter {name} is a {type(given).__name__}, and must be a plain torch.nn.Parameter. Make a lazy "
-                "module run once, and cut by tensor parallelism with shardproof.parallelize and shardproof.fully_shard"
+                f"[fsdp] parameter {name} is a {type(given).__name__}, and must be a plain torch.nn.Parameter or a DTensor. Make "
+                "a lazy module run once, and take off whatever has wrapped or quantized the parameter"
             )
         if given.dim() == 0:
             raise _C.Error(f"[fsdp] parameter {name} is a scalar, which has no dim to cut. Give it the shape (1,)")
-        rows, self.shape = given.shape[0], given.shape
+        if not 0 <= dim < given.dim():
+            raise _C.Error(f"[fsdp] parameter {name} has {given.dim()} dims, and shard_placement_fn says dim {dim}")
+        self.tensor_parallel = given._spec if isinstance(given, DTensor) else None
+        self.dim = dim
+        rows_first = _local(given).detach().movedim(dim, 0)
+        rows, self.shape = rows_first.shape[0], rows_first.shape  # as the engine has it
         each = -(-rows // cut.ranks)
         self.begin, self.end = min(cut.rank * each, rows), min((cut.rank + 1) * each, rows)
-        own = given.detach()[self.begin : self.end].clone(memory_format=torch.contiguous_format)
-        strides = torch.empty(given.shape, device="meta").stride()
-        shard = DTensor.from_local(own, cut.mesh, cut.placements, run_check=False, shape=given.shape, stride=strides)
+        own = rows_first[self.begin : self.end].clone(memory_format=torch.contiguous_format)
+        shard = DTensor(self._turned(own), _spec_of(given, cut, dim), requires_grad=False)
         self.shard = nn.Parameter(shard, given.requires_grad)
-        self.whole = nn.Parameter(torch.empty(given.shape, dtype=given.dtype, device="meta"), given.requires_grad)
+        self.whole = nn.Parameter(torch.empty(self.shape, dtype=given.dtype, device="meta"), given.requires_grad)
+        self.turned: Optional[torch.Tensor] = None  # the whole one's memory, with dims in the module's order
         for tensor in (self.shard, self.whole):
             tensor.__dict__.update({key: value for key, value in vars(given).items() if key not in vars(tensor)})
         given._shardproof_shard = self.shard  # for who has the parameter already, such as an optimizer
@@ -91,9 +95,35 @@ class Parameter:
     def local(self) -> torch.Tensor:
         return self.shard._local_tensor
 
+    @property
+    def is_as_in_engine(self) -> bool:
+        return self.dim == 0 and self.tensor_parallel is None
+
+    def _turned(self, rows_first: torch.Tensor) -> torch.Tensor:
+        return rows_first.movedim(0, self.dim) if self.dim else rows_first
+
     def as_local(self, flat: Optional[torch.Tensor]) -> torch.Tensor:
         """What the engine has of it on this rank, in the shape of the shard's own part."""
-        return torch.empty_like(self.local) if flat is None else flat.view(self.local.shape)
+        if flat is None:
+            return torch.empty_like(self.local)
+        return self._turned(flat.view(self.end - self.begin, *self.shape[1:]))
+
+    def used(self) -> torch.Tensor:
+        """What a unit computes with: the whole parameter, or what it is in its module, with a graph that leads to it."""
+        if self.is_as_in_engine:
+            return self.whole
+        if self.turned is None:  # its first use, when it has memory
+            self.turned = self._turned(self.whole.detach())
+        with torch.enable_grad():
+            turned = _Used.apply(self.whole, self.turned, self.dim)
+            if self.tensor_parallel is None:
+                return turned
+            mesh, placements, (shape, stride, _) = (
+                self.tensor_parallel.mesh,
+                self.tensor_parallel.placements,
+                self.tensor_parallel.tensor_meta,
+            )
+            return DTensor.from_local(turned, mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def fill(self, begin: int, end: int, values: torch.Tensor) -> None:
         """Write the whole parameter's elements [begin, end) into `values`, as far as they are here, and zeros elsewhere."""
@@ -101,7 +131,7 @@ class Parameter:
         first, last = max(begin, self.begin * row), min(end, self.end * row)
         values.zero_()
         if first < last:
-            own = self.local.reshape(-1)[first - self.begin * row : last - self.begin * row]
+            own = self.local.movedim(self.dim, 0).reshape(-1)[first - self.begin * row : last - self.begin * row]
             values[first - begin : last - begin].copy_(own)
 
     def add_gradient(self, flat: Optional[torch.Tensor]) -> None:
@@ -117,6 +147,37 @@ class Parameter:
             hook(self.shard)
 
 
+class _Used(torch.autograd.Function):
+    """The memory of a whole parameter, turned, as a function of the parameter. It is freed while the parameter is."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, turned: torch.Tensor, dim: int) -> torch.Tensor:
+        ctx.dim = dim
+        return turned.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        return gradient.movedim(ctx.dim, 0), None, None
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _spec_of(given: torch.Tensor, cut: Cut, dim: int) -> DTensorSpec:
+    """Where a shard of the given parameter lies: over the cut's mesh, and over that of a parameter that PyTorch cut before."""
+    strides = torch.empty(given.shape, device="meta").stride()
+    meta = TensorMeta(given.shape, strides, given.dtype)
+    placements = [*(Replicate() for _ in range(cut.mesh.ndim - 1)), Shard(dim)]
+    if not isinstance(given, DTensor):
+        return DTensorSpec(cut.mesh, tuple(placements), meta)
+    parts = given._spec.num_shards_map[dim]
+    if parts > 1:  # a rank has a part of each part
+        placements[-1] = _StridedShard(dim, split_factor=parts)
+    mesh = DeviceMesh._concatenate([cut.mesh, given.device_mesh])
+    return DTensorSpec(mesh, (*placements, *given.placements), meta)
+
+
 def shard_of(parameter: torch.Tensor) -> torch.Tensor:
     """The shard that has taken a whole parameter's place, or the given tensor."""
     return parameter.__dict__.get("_shardproof_shard", parameter)
@@ -126,32 +187,46 @@ class Places:
     """Where the modules of a unit have its parameters. They are whole between `enter` and `leave`, or while `held`."""
 
     def __init__(
-        self, module: nn.Module, cut: Cut, is_unit: "Callable[[nn.Module], bool]", ignored: "Iterable[nn.Parameter]" = ()
+        self,
+        module: nn.Module,
+        cut: Cut,
+        is_unit: "Callable[[nn.Module], bool]",
+        ignored: "Iterable[nn.Parameter]" = (),
+        dim_of: "Callable[[nn.Parameter], int]" = lambda parameter: 0,
     ):
         """Cuts the parameters below the module that are below no other unit, and puts the shards into their places."""
         spared = {id(parameter) for parameter in ignored}
         self.entries: "list[tuple[dict, str, Parameter]]" = []
         self.depth = 0
         self.held = False
+        self.used: "dict[int, torch.Tensor]" = {}  # what the module has in the place of shards
         for name, part in _own_modules(module, is_unit):
             for key, given in part._parameters.items():
                 if given is None or id(given) in spared:
                     continue
                 known = getattr(shard_of(given), "_shardproof_parameter", None)
-                parameter = known or Parameter(given, f"{name}.{key}" if name else key, cut)
+                parameter = known or Parameter(given, f"{name}.{key}" if name else key, cut, dim_of(given))
                 self.entries.append((part._parameters, key, parameter))
         self._put(whole=False)
 
-    def _put(self, whole: bool) -> None:
+    def _put(self, whole: bool, plainly: bool = False) -> None:
+        """`plainly`: what the engine computes with, not what modules do."""
+        used: "dict[int, torch.Tensor]" = {}
         for items, key, parameter in self.entries:
             now = items.get(key)
             if not whole:
-                if now is parameter.whole or shard_of(now) is parameter.shard:
+                if id(now) in self.used or shard_of(now) is parameter.shard:
                     items[key] = parameter.shard
             elif now is parameter.shard:  # functional_call lends others
                 if parameter.whole.requires_grad != now.requires_grad:
                     parameter.whole.requires_grad_(now.requires_grad)
-                items[key] = parameter.whole
+                if id(parameter) not in used:
+                    used[id(parameter)] = parameter.whole if plainly else parameter.used()
+                items[key] = used[id(parameter)]
+        if whole:
+            self.used.update({id(tensor): tensor for tensor in used.values()})
+        else:
+            self.used.clear()
 
     def make_wholes(self) -> None:
         """What is to be computed with, in the dtype that the shards have by now."""
@@ -173,11 +248,11 @@ class Places:
             self.held = False
             self._put(whole=False)
 
-    def hold(self, held: bool) -> None:
+    def hold(self, held: bool, plainly: bool = False) -> None:
         """Whole from now on, until `leave` or until this is taken back."""
         self.held = held
         if self.depth == 0:
-            self._put(whole=held)
+            self._put(whole=held, plainly=plainly)
 
     @torch.no_grad()
     def adopt(self) -> bool:
@@ -185,7 +260,7 @@ class Places:
         adopted = False
         for items, key, parameter in self.entries:
             now = items.get(key)
-            if now is parameter.shard or now is parameter.whole or not isinstance(now, DTensor):
+            if now is parameter.shard or id(now) in self.used or not isinstance(now, DTensor):
                 continue
             if now.shape != parameter.shape or now.placements != parameter.shard.placements:
                 raise _C.Error(
@@ -193,7 +268,7 @@ class Places:
                     f"{now.placements}, and is cut as {parameter.shard.placements}, of shape {tuple(parameter.shape)}"
                 )
             if parameter.local.is_meta:
-                parameter.shard._local_tensor = now.to_local().detach().clone()
+                parameter.shard._local_tensor = parameter._turned(now.to_local().detach().movedim(parameter.dim, 0).contiguous())
             else:
                 parameter.local.copy_(now.to_local())
             items[key] = parameter.shard
@@ -255,7 +330,7 @@ class Shards:
         told = weakref.WeakMethod(self._told)
         sharded.native.watch_backwards(lambda begins: told()(begins))
         for each in places.values():
-            each._put(whole=False)
+            each.hold(False)
 
     def places_of(self, module: nn.Module) -> "Iterator[Places]":
         """Those of a module that is a unit."""
@@ -292,7 +367,7 @@ class Shards:
                 places.enter()
             return
         self._end_backward()
-        used, pieces = self.sharded().native.hand_over_gradients()
+        used, pieces = self.sharded()._engine.hand_over_gradients()
         local = {piece.name: piece.data for piece in pieces}
         with torch.no_grad():
             for name in used:
@@ -313,10 +388,19 @@ class Shards:
         """The state of an optimizer of shards, to be saved or loaded."""
         return HeldShards(self.sharded(), optimizer).state(optimizer)
 
+    def require_as_in_engine(self) -> None:
+        """Refuses what knows parameters by their names and shapes, which it would give or take wrong."""
+        for name, parameter in self.by_name.items():
+            if not parameter.is_as_in_engine:
+                raise _C.Error(
+                    f"[fsdp] parameter {name} is cut as {parameter.shard.placements}, and methods of Sharded, checkpoints and "
+                    "averages of this library know rows only. Use torch.distributed.checkpoint, and full_tensor() of parameters"
+                )
+
     def restore(self) -> None:
         """Put the whole parameters back for good."""
         for places in self.places.values():
-            places.hold(True)
+            places.hold(True, plainly=True)
             places.entries = []
 
 

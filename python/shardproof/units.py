@@ -329,9 +329,9 @@ class UnitHooks:
 
     @uncompiled
     def enter(self, module, args, kwargs):
+        self.call.before()
         if self.places is not None:
             self.places.enter()
-        self.call.before()
         casts = _Casts(self.call)
         self.entered.append(casts)
         return map_tensors((args, kwargs), casts, casts.rebuilt)

@@ -3,10 +3,10 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_kit import given, gradients, net, sharded, train, values, whole
-from models import Net, loss_of
+from models import Net, batch, loss_of
 
 
 def parameters_and_gradients_by_hand(lib):
@@ -362,3 +362,67 @@ def attributes_of_parameters(lib):
     model = sharded(lib, model)
     spared = [name for name, p in model.named_parameters() if getattr(p, "spared", False)]
     return len(spared) if lib.__name__ == "shardproof.fsdp" else 1, values(model)
+
+
+def other_dims(lib):
+    """The largest dim, where a rank's part divides; FSDP2 asks for that."""
+    ranks = dist.get_world_size()
+
+    def placement(parameter):
+        dim = max(range(parameter.dim()), key=lambda d: parameter.shape[d])
+        return Shard(dim) if parameter.shape[dim] % ranks == 0 else None
+
+    model = net()
+    for part in (*model.blocks, model):
+        lib.fully_shard(part, shard_placement_fn=placement)
+    placed = [str(p.placements) for p in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = train(model, optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    other = net()
+    for part in (*other.blocks, other):
+        lib.fully_shard(part, shard_placement_fn=placement)
+    other.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    return placed, losses, gradients(model), values(model), values(other), loss_of(other, given(7)).item()
+
+
+def other_dims_of_recomputed_blocks(lib):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = net()
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = checkpoint_wrapper(block)
+    ranks = dist.get_world_size()
+    placement = lambda p: Shard(1) if p.dim() == 2 and p.shape[1] % ranks == 0 else None  # noqa: E731
+    for part in (*model.blocks, model):
+        lib.fully_shard(part, shard_placement_fn=placement)
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1)), values(model)
+
+
+def tensor_parallelism_of_pytorch(lib):
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    tp = 2 if dist.get_world_size() % 2 == 0 else 1
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
+
+    def made():
+        model = net()
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            lib.fully_shard(block, mesh=mesh["dp"])
+        return lib.fully_shard(model, mesh=mesh["dp"])
+
+    model, losses = made(), []
+    optimizer = torch.optim.AdamW(model.blocks.parameters(), lr=0.01, foreach=False)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(step * mesh["dp"].size() + mesh["dp"].get_local_rank()))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    other = made()
+    set_model_state_dict(other, get_model_state_dict(model))
+    placed = [str(p.placements) for p in model.parameters()]
+    return placed, losses, gradients(model), values(model), values(other)

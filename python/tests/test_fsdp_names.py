@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 import shardproof
 import shardproof.fsdp
@@ -132,8 +132,9 @@ def test_mixed_precision_policies_are_taken():
 def test_what_is_not_offered_is_refused():
     def body(comm):
         model = Net()
-        with pytest.raises(shardproof.Error, match="shard_placement_fn places inp.weight as .*Let it return None or Shard"):
-            fully_shard(model, shard_placement_fn=lambda p: Shard(1))
+        with pytest.raises(shardproof.Error, match=r"shard_placement_fn returned Replicate\(\). Let it return None or a Shard"):
+            fully_shard(model, mesh=shardproof.MeshComm(comm, "dp_shard=1"), shard_placement_fn=lambda p: Replicate())
+        model = Net()
         fully_shard(model.blocks[0], mesh=shardproof.MeshComm(comm, "dp_shard=1"))
         with pytest.raises(shardproof.Error, match="there is no process group"):
             fully_shard(model.blocks[1], mesh="dp_shard=1")

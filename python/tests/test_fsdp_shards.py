@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardproof
 import shardproof.fsdp
@@ -195,6 +195,30 @@ WRITES = [
 ]
 
 
+def test_any_dim_is_cut_in_parts_that_need_not_divide_it(tmp_path):
+    base = Net()
+
+    def body(comm):
+        model = shard(comm, copy.deepcopy(base), shard_placement_fn=lambda p: Shard(p.dim() - 1))
+        assert model.inp.weight.placements == (Shard(1),) and model.out.bias.placements == (Shard(0),)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, batch(step * comm.size + comm.rank)).backward()
+            optimizer.step()
+        sharded = shardproof.sharded_of(model)
+        save, average = lambda: shardproof.save(str(tmp_path), model), lambda: shardproof.Ema(sharded)
+        for use in (sharded.gather, sharded.state_dict, save, average):
+            with pytest.raises(shardproof.Error, match=r"inp.weight is cut as \(Shard\(dim=1\),\).* Use torch.distributed"):
+                use()
+        return whole(model)
+
+    _, expected = train_plain(base, lambda p: torch.optim.AdamW(p, lr=0.01), steps=3, world=3)
+    for values in shardproof.run_threads(3, body):
+        for name, value in expected.named_parameters():
+            torch.testing.assert_close(values[name], value.detach(), rtol=1e-4, atol=1e-5)
+
+
 def test_ranks_whose_optimizers_differ_are_told_so():
     def body(comm):
         model = shard(comm, Net())
@@ -320,7 +344,7 @@ def test_a_mesh_without_a_process_group_has_the_collectives_of_dtensors():
         assert all_reduce(torch.full((), float(comm.rank)), "avg", mesh).item() == 1.0
         product = (weight.T @ weight).full_tensor()
         torch.testing.assert_close(product, full.T @ full)
-        torch.testing.assert_close(weight.redistribute(mesh, [torch.distributed.tensor.Shard(1)]).full_tensor(), full)
+        torch.testing.assert_close(weight.redistribute(mesh, [Shard(1)]).full_tensor(), full)
         group = mesh.get_group()
         assert (group.size(), group.rank(), mesh.get_coordinate()) == (comm.size, comm.rank, (comm.rank,))
         assert repr(group) == f"CommGroup('dp_shard', rank {comm.rank} of {comm.size})"
