@@ -66,8 +66,8 @@ class Parameter:
     def __init__(self, given: nn.Parameter, name: str, cut: Cut, dim: int = 0):
         if not isinstance(given, DTensor) and type(given) is not nn.Parameter:
             raise _C.Error(
-                f"[fsdp] parameter {name} is a {type(given).__name__}, and must be a plain torch.nn.Parameter or a DTensor. Make "
-                "a lazy module run once, and take off whatever has wrapped or quantized the parameter"
+                f"[fsdp] parameter {name} is a {type(given).__name__}, and must be a plain torch.nn.Parameter or a DTensor. "
+                "Make a lazy module run once, and take off whatever has wrapped or quantized the parameter"
             )
         if given.dim() == 0:
             raise _C.Error(f"[fsdp] parameter {name} is a scalar, which has no dim to cut. Give it the shape (1,)")
@@ -268,7 +268,8 @@ class Places:
                     f"{now.placements}, and is cut as {parameter.shard.placements}, of shape {tuple(parameter.shape)}"
                 )
             if parameter.local.is_meta:
-                parameter.shard._local_tensor = parameter._turned(now.to_local().detach().movedim(parameter.dim, 0).contiguous())
+                rows_first = now.to_local().detach().movedim(parameter.dim, 0)
+                parameter.shard._local_tensor = parameter._turned(rows_first.contiguous())
             else:
                 parameter.local.copy_(now.to_local())
             items[key] = parameter.shard
