@@ -65,7 +65,6 @@ class Sharded:
     def follow_shards(self, shards: Any) -> None:
         """Compute with what DTensors hold (`shards.Shards`), which are the module's parameters between uses."""
         self.shards = shards
-        self._of_optimizer = [parameter.shard for parameter in shards.every]
         for hooks in self._hooks:
             if isinstance(hooks, UnitHooks) and (places := shards.places.get(id(hooks.module))) is not None:
                 hooks.put_shards_back(places)
@@ -78,11 +77,14 @@ class Sharded:
         self.zero_gradients()
         type(self.module).zero_grad(self.module, set_to_none)
 
+    def _versions(self) -> int:
+        return sum(each._version for each in (self._of_optimizer if self.shards is None else self.shards.tensors()))
+
     @uncompiled
     def _publish(self, *_: Any) -> None:
         """Bring parameters up to date where somebody wrote to the optimizer's tensors since. Collective where that is so."""
         lags = self.shards is not None and self.shards.begin_forward()
-        if not lags and self._version == sum(each._version for each in self._of_optimizer):
+        if not lags and self._version == self._versions():
             return
         if self.shards is not None and self.shards.done:
             self._engine.finish_foreign_step("; ".join(self.shards.done))
@@ -93,7 +95,7 @@ class Sharded:
 
     def _note_published(self) -> None:
         """Take note that the library itself has brought the parameters up to date."""
-        self._version = sum(each._version for each in self._of_optimizer)
+        self._version = self._versions()
 
     def enter_root(self, args: tuple, kwargs: dict) -> "tuple[tuple, dict]":
         """What the first hook of the model does; for a forward that began before the model was sharded."""

@@ -82,14 +82,22 @@ class Parameter:
         own = rows_first[self.begin : self.end].clone(memory_format=torch.contiguous_format)
         shard = DTensor(self._turned(own), _spec_of(given, cut, dim), requires_grad=False)
         self.shard = nn.Parameter(shard, given.requires_grad)
+        self.shard._shardproof_parameter = self
         self.whole = nn.Parameter(torch.empty(self.shape, dtype=given.dtype, device="meta"), given.requires_grad)
         self.turned: Optional[torch.Tensor] = None  # the whole one's memory, with dims in the module's order
         for tensor in (self.shard, self.whole):
             tensor.__dict__.update({key: value for key, value in vars(given).items() if key not in vars(tensor)})
         given._shardproof_shard = self.shard  # for who has the parameter already, such as an optimizer
-        self.shard._shardproof_parameter = self
         self.view: Optional[torch.Tensor] = None  # of the engine's main parameter
         self.sharded: Callable = lambda: None  # the model's Sharded, once there is one
+
+    def take(self, shard: nn.Parameter) -> None:
+        """Another DTensor is the shard from now on. Optimizers that have the old one get it at their next step."""
+        vars(shard).update({key: value for key, value in vars(self.shard).items() if key not in vars(shard)})
+        if shard.grad is None:
+            shard.grad = self.shard.grad
+        self.shard._shardproof_shard = shard
+        self.shard = shard
 
     @property
     def local(self) -> torch.Tensor:
@@ -179,8 +187,10 @@ def _spec_of(given: torch.Tensor, cut: Cut, dim: int) -> DTensorSpec:
 
 
 def shard_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The shard that has taken a whole parameter's place, or the given tensor."""
-    return parameter.__dict__.get("_shardproof_shard", parameter)
+    """The shard that has taken the place of a whole parameter or of another shard, or the given tensor."""
+    while parameter is not None and (shard := vars(parameter).get("_shardproof_shard")) is not None:
+        parameter = shard
+    return parameter
 
 
 class Places:
@@ -256,23 +266,21 @@ class Places:
 
     @torch.no_grad()
     def adopt(self) -> bool:
-        """Takes the values of DTensors that were assigned in the place of shards, and says whether there were any."""
+        """Takes DTensors that were assigned in the place of shards for these, and says whether there were any."""
         adopted = False
         for items, key, parameter in self.entries:
             now = items.get(key)
             if now is parameter.shard or id(now) in self.used or not isinstance(now, DTensor):
+                continue
+            if shard_of(now) is parameter.shard:  # another place of one that was made anew
+                items[key] = parameter.shard
                 continue
             if now.shape != parameter.shape or now.placements != parameter.shard.placements:
                 raise _C.Error(
                     f"[fsdp] parameter {key} was replaced by a DTensor of shape {tuple(now.shape)} and placements "
                     f"{now.placements}, and is cut as {parameter.shard.placements}, of shape {tuple(parameter.shape)}"
                 )
-            if parameter.local.is_meta:
-                rows_first = now.to_local().detach().movedim(parameter.dim, 0)
-                parameter.shard._local_tensor = parameter._turned(rows_first.contiguous())
-            else:
-                parameter.local.copy_(now.to_local())
-            items[key] = parameter.shard
+            parameter.take(now)
             adopted = True
         return adopted
 
@@ -332,6 +340,9 @@ class Shards:
         sharded.native.watch_backwards(lambda begins: told()(begins))
         for each in places.values():
             each.hold(False)
+
+    def tensors(self) -> "list[torch.Tensor]":
+        return [parameter.shard for parameter in self.every]
 
     def places_of(self, module: nn.Module) -> "Iterator[Places]":
         """Those of a module that is a unit."""
@@ -442,7 +453,9 @@ def shards_of(optimizer: torch.optim.Optimizer) -> "Iterable[Any]":
         for i, parameter in enumerate(group["params"]):
             shard = shard_of(parameter)
             if shard is not parameter:
-                if parameter in optimizer.state:
+                if isinstance(parameter, DTensor) and parameter in optimizer.state:
+                    optimizer.state[shard] = optimizer.state.pop(parameter)
+                elif parameter in optimizer.state:
                     raise _C.Error(
                         f"[fsdp] {type(optimizer).__name__} has made steps on a model before fully_shard, and its state would "
                         "not follow. Make the optimizer after fully_shard, or load its state then"

@@ -253,6 +253,25 @@ def test_an_optimizer_that_was_made_before_gets_the_shards_unless_it_has_made_st
     shardproof.run_threads(1, body)
 
 
+def test_an_optimizer_goes_on_with_shards_that_were_assigned_and_with_its_state():
+    base = Net()
+
+    def body(comm):
+        model = shard(comm, copy.deepcopy(base))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(4):
+            if step == 2:
+                model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+            optimizer.zero_grad()
+            loss_of(model, batch(2 * step + comm.rank)).backward()
+            optimizer.step()
+        return whole(model)
+
+    _, expected = train_plain(base, lambda p: torch.optim.AdamW(p, lr=0.01), steps=4, world=2)
+    for values in shardproof.run_threads(2, body):
+        assert_same_bits(values, dict(expected.named_parameters()))
+
+
 class Odd(nn.Module):
     def __init__(self, parameter):
         super().__init__()
