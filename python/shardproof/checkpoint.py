@@ -52,6 +52,7 @@ def _for_save(sharded: Sharded, optimizer: Optional[AnyOptimizer]) -> Optional[_
 
 def _load(model: "Union[Sharded, nn.Module]", run: "Callable[..., Any]", optimizer: Optional[AnyOptimizer]) -> Any:
     sharded = _sharded(model)
+    sharded._publish()
     state = _on_shards(sharded, optimizer)
     target = state.for_load() if state is not None else optimizer and optimizer.native
     loaded = run(sharded.native, target)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import _C
 
 _number = itertools.count(1)
-_known: "weakref.WeakKeyDictionary[_C.MeshComm, DeviceMesh]" = weakref.WeakKeyDictionary()
+_known: "weakref.WeakKeyDictionary[_C.Comm, dict[str, DeviceMesh]]" = weakref.WeakKeyDictionary()
 
 
 def _done(result: Any) -> Any:
@@ -91,12 +91,15 @@ class CommMesh(DeviceMesh):
 
 
 def device_mesh_of(comms: _C.MeshComm, device_type: str) -> DeviceMesh:
-    """The DeviceMesh of a MeshComm, the same one in every call. It does not communicate."""
-    known = _known.get(comms)
-    if known is not None:
-        return known
-    axes, number = comms.axes(), next(_number)
-    ranks = torch.arange(comms.size).view([size for _, size in axes])
+    """The DeviceMesh of a MeshComm, one for all of the same ranks and axes. It does not communicate."""
+    meshes = _known.setdefault(comms.world, {})
+    if comms.mesh in meshes:
+        return meshes[comms.mesh]
+    every, number = comms.axes(), next(_number)
+    axes = [axis for name in ("dp_replicate", "dp_shard") for axis in every if axis[0] == name]
+    ranks = torch.arange(comms.size).view([size for _, size in every])
+    order = [every.index(axis) for axis in axes]
+    ranks = ranks.permute([*order, *(dim for dim in range(len(every)) if dim not in order)]).reshape([size for _, size in axes])
     mesh = CommMesh(
         device_type, ranks, mesh_dim_names=tuple(name for name, _ in axes), _init_backend=False, _rank=comms.rank
     )
@@ -108,5 +111,5 @@ def device_mesh_of(comms: _C.MeshComm, device_type: str) -> DeviceMesh:
         weakref.finalize(mesh, c10d._unregister_process_group, of_axis)
         mesh._pg_registry[of_axis] = group
         mesh._dim_group_names.append(of_axis)
-    _known[comms] = mesh
+    meshes[comms.mesh] = mesh
     return mesh

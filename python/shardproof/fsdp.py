@@ -12,19 +12,20 @@ around them is made at the first forward, which is collective. docs/howto/move_f
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from typing import Any, Callable, Optional
 
 import torch
 from torch import nn
-from torch.distributed._functional_collectives import all_reduce
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from . import _C
-from .ranks import mesh_comm
+from .shard_norms import clip_grad_norm_
 from .sharded import Sharded, owner_of, sharded_of
 from .sharding import fully_shard as _fully_shard
-from .shards import Places, Shards, cut_of, shard_of
+from .shard_parameter import comms_of, cut_of
+from .shards import Places, Shards
 from .units import Unit, uncompiled
 
 
@@ -34,11 +35,13 @@ class _Request:
     def __init__(self, modules: "list[nn.Module]", options: dict):
         self.modules = [weakref.ref(module) for module in modules]
         self.options = options
-        self.later: "list[Callable]" = []  # methods that the user has called
+        self.later: "list[tuple[int, Callable]]" = []  # methods that the user has called, and when
+        if isinstance(options["mesh"], str):
+            options["mesh"] = comms_of(options["mesh"])
         device = next((p.device.type for module in modules for p in module.parameters() if not p.is_meta), "cpu")
-        cut, ignored = cut_of(options["mesh"], device), options["ignored"] or ()
+        self.cut, ignored = cut_of(options["mesh"], device), options["ignored"] or ()
         dim_of = functools.partial(_dim_of, options["shard_placement_fn"])
-        self.places = {id(module): Places(module, cut, _is_unit, ignored, dim_of) for module in modules}
+        self.places = {id(module): Places(module, self.cut, _is_unit, ignored, dim_of) for module in modules}
         self.triggers = [m.register_forward_pre_hook(self.run, prepend=True, with_kwargs=True) for m in modules]
 
     @uncompiled
@@ -47,6 +50,7 @@ class _Request:
         return shard_now(module).enter_root(args, kwargs)
 
 
+_calls = itertools.count()
 _noted: "weakref.WeakKeyDictionary[nn.Module, _Request]" = weakref.WeakKeyDictionary()
 # By each module of a list that makes up one unit: the list's first module, which names the unit.
 _first_of: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]" = weakref.WeakKeyDictionary()
@@ -79,7 +83,8 @@ def _once_there(method: Callable) -> Callable:
         request = _noted.get(self)
         if request is None:
             return method(self, *args, **kwargs)
-        request.later.append(lambda: method(self, *args, **kwargs))
+        module = weakref.ref(self)
+        request.later.append((next(_calls), lambda: method(module(), *args, **kwargs)))
 
     return call
 
@@ -105,6 +110,7 @@ class FSDPModule:
 
     def unshard(self, async_op: bool = False) -> "Optional[UnshardHandle]":
         """Gather this module's own parameters."""
+        self._shardproof_handle().shards.publish_outside()
         handle = UnshardHandle(self._units(recurse=False)[0], self._places())
         if not async_op:
             handle.wait()
@@ -121,12 +127,8 @@ class FSDPModule:
     @_once_there
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """While False, backwards add to gradients on this rank and reduce nothing."""
-        sharded = self._shardproof_handle()
-        if sharded.module is self and recurse:
-            sharded.set_gradient_sync(requires_gradient_sync)
-            return
-        for unit in self._units(recurse=False):
-            unit.set_gradient_sync(requires_gradient_sync, recurse)
+        for unit in self._units(recurse):
+            unit.set_gradient_sync(requires_gradient_sync, False)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Do nothing, since each backward ends what it has begun. FSDP2 has the name."""
@@ -140,7 +142,7 @@ class FSDPModule:
         sharded = self._shardproof_handle()
         if sharded.module is not self or not recurse:
             raise _C.Error("[fsdp] set_requires_all_reduce is of the whole model. Call it of the outermost module, and recurse")
-        if len(sharded.shards.every[0].shard.placements) > 1:
+        if sharded.shards.every[0].cut.mesh.ndim > 1:
             sharded.set_last_microbatch(requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -166,7 +168,7 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """Go on after an exception in a forward or backward, on every rank, without gradients that are not in ``.grad`` yet."""
         sharded = self._shardproof_handle()
-        sharded.shards.end_lost_backward()
+        sharded.shards.reset()
         sharded.zero_gradients()
 
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
@@ -354,6 +356,17 @@ def shard_now(root: nn.Module) -> Sharded:
     own = requests[id(root)].options
     if len(requests[id(root)].modules) > 1:
         raise _C.Error("[fsdp] the outermost module is one of a list. Call fully_shard of the module around them as well")
+    for request in requests.values():
+        if request.cut.mesh != requests[id(root)].cut.mesh:
+            raise _C.Error(
+                "[fsdp] fully_shard of modules of one model was given different meshes. Give one DeviceMesh or MeshComm"
+            )
+        offloads_alone = _offloads(request) and not _offloads(requests[id(root)])
+        if request is not requests[id(root)] and (request.options["options"] or offloads_alone):
+            raise _C.Error(
+                "[fsdp] a module within the outermost one was given options, or a CPUOffloadPolicy, which are of the whole "
+                "model. Give them to fully_shard of the outermost module"
+            )
     others = list({id(request): request for module, request in noted if module is not root}.values())
     places: "dict[int, Places]" = {}
     for request in requests.values():
@@ -371,7 +384,7 @@ def shard_now(root: nn.Module) -> Sharded:
     ]
     ignored = {id(p): p for _, request in noted for p in request.options["ignored"] or ()}
     options = {"check_gradients": False, **own["options"], "granularity": "row"}
-    if type(own["offload_policy"]).__name__ == "CPUOffloadPolicy":
+    if _offloads(requests[id(root)]):
         options.setdefault("offload", "pinned" if own["offload_policy"].pin_memory else "pageable")
     for each in places.values():
         each.adopt()
@@ -380,7 +393,7 @@ def shard_now(root: nn.Module) -> Sharded:
     try:
         sharded = _fully_shard(
             root,
-            mesh_comm(None, own["mesh"]),
+            comms_of(own["mesh"]),
             units=units,
             precision=own["precision"],
             ignored=list(ignored.values()) or None,
@@ -393,11 +406,14 @@ def shard_now(root: nn.Module) -> Sharded:
     for module, _ in noted:
         _around[module] = weakref.ref(sharded)
     sharded.follow_shards(Shards(sharded, places))
-    for request in requests.values():
-        for call in request.later:
-            call()
-        request.later.clear()
+    later = {id(request): request.later for request in requests.values()}
+    for _, call in sorted((entry for entries in later.values() for entry in entries), key=lambda entry: entry[0]):
+        call()
     return sharded
+
+
+def _offloads(request: _Request) -> bool:
+    return type(request.options["offload_policy"]).__name__ == "CPUOffloadPolicy"
 
 
 def _values_of(root: nn.Module, places: "dict[int, Places]") -> dict:
@@ -418,61 +434,6 @@ def _values_of(root: nn.Module, places: "dict[int, Places]") -> dict:
 
     device = next((parameter.local.device for parameter in by_whole.values()), None)
     return {"initialize": fill, "device": device}
-
-
-def clip_grad_norm_(
-    parameters: Any, max_norm: float, norm_type: "float | str" = 2.0, error_if_nonfinite: bool = False
-) -> torch.Tensor:
-    """Clip gradients by one norm over all of them, as torch.nn.utils.clip_grad_norm_, and return it. Collective.
-
-    Parameters that are not sharded may be among the given ones. Their gradients must be the same on every rank. PyTorch's own
-    function takes shards as well, but for the infinity norm where a rank has no rows of a parameter.
-    """
-    given = [shard_of(each) for each in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)]
-    given, order = [parameter for parameter in given if parameter.grad is not None], float(norm_type)
-    if not max_norm > 0:
-        raise _C.Error(f"[fsdp] clip_grad_norm_: max_norm must be above 0, got {max_norm}; zero_grad() drops gradients")
-    by_cut: "dict[Any, list[torch.Tensor]]" = {}
-    for parameter in given:
-        gradient = parameter.grad
-        cut = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
-        by_cut.setdefault(cut, []).append(gradient._local_tensor if cut else gradient)
-    norms = [_norm_along(cut, gradients, order) for cut, gradients in by_cut.items()]
-    total = torch.linalg.vector_norm(torch.stack(norms), order) if len(norms) > 1 else norms[0] if norms else torch.tensor(0.0)
-    if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(f"[fsdp] clip_grad_norm_: the norm of order {order} is {total.item()}, and nothing is clipped")
-    shards = [parameter for parameter in given if isinstance(parameter.grad, DTensor)]
-    plain = [parameter for parameter in given if not isinstance(parameter.grad, DTensor)]
-    if shards and plain:
-        _require_same(norms[list(by_cut).index(None)], len(plain), vars(shards[0])["_shardproof_parameter"].sharded())
-    for each in (shards, plain):
-        torch.nn.utils.clip_grads_with_norm_(each, max_norm, total)
-    return total
-
-
-def _norm_along(cut: Any, gradients: "list[torch.Tensor]", order: float) -> torch.Tensor:
-    """The norm of what a rank has, or, where it is cut, of what the ranks have together."""
-    held = [gradient for gradient in gradients if gradient.numel()]
-    norm = torch.nn.utils.get_total_norm(held, order) if held else gradients[0].new_zeros(())
-    if cut is None:
-        return norm
-    mesh, placements = cut
-    for dim in (dim for dim, placement in enumerate(placements) if placement.is_shard()):
-        if order == float("inf"):
-            norm = all_reduce(norm, "max", (mesh, dim))
-        else:
-            norm = all_reduce(norm**order, "sum", (mesh, dim)) ** (1.0 / order)
-    return norm
-
-
-def _require_same(norm: torch.Tensor, count: int, sharded: Optional[Sharded]) -> None:
-    of_ranks = sharded.comms.world.gather_texts(str(norm.item())) if sharded is not None else []
-    if len(set(of_ranks)) > 1:
-        raise _C.Error(
-            f"[fsdp] clip_grad_norm_: {count} of the parameters are not sharded, and the norms of their gradients are "
-            f"{', '.join(of_ranks)} on the ranks, so no one factor fits. Average these gradients over the ranks before, "
-            "or call fully_shard of the root, too, without ignored_params"
-        )
 
 
 def __getattr__(name: str) -> Any:

@@ -55,7 +55,7 @@ class Sharded:
         recomputed = [each for each in inner if _C.UnitCall(mirror, each).is_unit]
         modules = dict.fromkeys(itertools.chain([module], *[unit.modules for unit in units], recomputed))
         self._hooks = [UnitHooks(mirror, each, names.get(id(each), "") or "the model") for each in modules]
-        self._hooks.append(module.register_forward_pre_hook(self._publish, prepend=True))
+        self._hooks.append(module.register_forward_pre_hook(self._begin_forward, prepend=True))
         self._of_optimizer: "list[nn.Parameter]" = []  # what an optimizer of torch.optim writes to, and anybody else who may
         self._version = 0
         self.shards: Any = None  # Shards, where parameters are DTensors between uses
@@ -67,7 +67,7 @@ class Sharded:
         self.shards = shards
         for hooks in self._hooks:
             if isinstance(hooks, UnitHooks) and (places := shards.places.get(id(hooks.module))) is not None:
-                hooks.put_shards_back(places)
+                hooks.put_shards_back(places, None if hooks.module is self.module else shards.publish_outside)
         self.main_parameters_changed()
 
     def _zero_grad_of_module(self, set_to_none: bool = True) -> None:
@@ -80,18 +80,25 @@ class Sharded:
     def _versions(self) -> int:
         return sum(each._version for each in (self._of_optimizer if self.shards is None else self.shards.tensors()))
 
-    @uncompiled
-    def _publish(self, *_: Any) -> None:
+    def _publish(self) -> None:
         """Bring parameters up to date where somebody wrote to the optimizer's tensors since. Collective where that is so."""
-        lags = self.shards is not None and self.shards.begin_forward()
+        lags = self.shards is not None and self.shards.lag()
         if not lags and self._version == self._versions():
             return
         if self.shards is not None and self.shards.done:
-            self._engine.finish_foreign_step("; ".join(self.shards.done))
+            self._engine.end_updated_step("; ".join(self.shards.done))
             self.shards.done.clear()
             self._note_published()
         else:
             self.main_parameters_changed()
+        if self.shards is not None:
+            self.shards.open_forwards = 0
+
+    @uncompiled
+    def _begin_forward(self, *_: Any) -> None:
+        self._publish()
+        if self.shards is not None:
+            self.shards.open_forwards += torch.is_grad_enabled()
 
     def _note_published(self) -> None:
         """Take note that the library itself has brought the parameters up to date."""
@@ -99,6 +106,8 @@ class Sharded:
 
     def enter_root(self, args: tuple, kwargs: dict) -> "tuple[tuple, dict]":
         """What the first hook of the model does; for a forward that began before the model was sharded."""
+        if self.shards is not None:
+            self.shards.open_forwards += torch.is_grad_enabled()
         return self._hooks[0].enter(self.module, args, kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

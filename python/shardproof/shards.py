@@ -8,189 +8,18 @@ it does with these. What was written to them is brought to all ranks at the next
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from typing import Any, Callable, Iterable, Iterator, Optional
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import _C
 from .optim import numbers_of
-from .ranks import default_comm, mesh_comm
+from .shard_parameter import Cut, Parameter, shard_of
 from .torch_state import TorchState
-
-
-@dataclasses.dataclass(frozen=True)
-class Cut:
-    """How parameters lie over ranks: the last dimension of the mesh cuts them, one before it has replicas."""
-
-    mesh: Any  # a DeviceMesh
-    rank: int
-    ranks: int
-
-
-def cut_of(mesh: Any, device: str) -> Cut:
-    """The cut on a mesh: a DeviceMesh, a MeshComm, a text, or None for all ranks of the default process group."""
-    if isinstance(mesh, str):
-        mesh = mesh_comm(None, mesh)
-    if isinstance(mesh, _C.MeshComm):
-        others = [name for name, size in mesh.axes() if name not in ("dp_replicate", "dp_shard") and size > 1]
-        if others:
-            raise _C.Error(
-                f"[fsdp] the mesh {mesh.mesh} has the axis {others[0]}: shards are DTensors over dp_replicate and dp_shard. "
-                "Use shardproof.fully_shard for other meshes"
-            )
-        from .comm_mesh import device_mesh_of  # pylint: disable=import-outside-toplevel
-
-        mesh = device_mesh_of(mesh, device)
-    elif mesh is None:
-        from torch.distributed.device_mesh import init_device_mesh  # pylint: disable=import-outside-toplevel
-
-        if not torch.distributed.is_initialized():
-            default_comm()  # says what to do
-        mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
-    if not 1 <= mesh.ndim <= 2:
-        raise _C.Error(f"[fsdp] a mesh has one dimension, or two, (replicate, shard), got {mesh}")
-    return Cut(mesh, mesh.get_coordinate()[-1], mesh.shape[-1])
-
-
-class Parameter:
-    """A parameter of a model: its shard, which the module has between uses, and the whole one, which its unit computes with."""
-
-    def __init__(self, given: nn.Parameter, name: str, cut: Cut, dim: int = 0):
-        if not isinstance(given, DTensor) and type(given) is not nn.Parameter:
-            raise _C.Error(
-                f"[fsdp] parameter {name} is a {type(given).__name__}, and must be a plain torch.nn.Parameter or a DTensor. "
-                "Make a lazy module run once, and take off whatever has wrapped or quantized the parameter"
-            )
-        if given.dim() == 0:
-            raise _C.Error(f"[fsdp] parameter {name} is a scalar, which has no dim to cut. Give it the shape (1,)")
-        if not 0 <= dim < given.dim():
-            raise _C.Error(f"[fsdp] parameter {name} has {given.dim()} dims, and shard_placement_fn says dim {dim}")
-        self.tensor_parallel = given._spec if isinstance(given, DTensor) else None
-        self.dim = dim
-        rows_first = _local(given).detach().movedim(dim, 0)
-        rows, self.shape = rows_first.shape[0], rows_first.shape  # as the engine has it
-        each = -(-rows // cut.ranks)
-        self.begin, self.end = min(cut.rank * each, rows), min((cut.rank + 1) * each, rows)
-        own = rows_first[self.begin : self.end].clone(memory_format=torch.contiguous_format)
-        shard = DTensor(self._turned(own), _spec_of(given, cut, dim), requires_grad=False)
-        self.shard = nn.Parameter(shard, given.requires_grad)
-        self.shard._shardproof_parameter = self
-        self.whole = nn.Parameter(torch.empty(self.shape, dtype=given.dtype, device="meta"), given.requires_grad)
-        self.turned: Optional[torch.Tensor] = None  # the whole one's memory, with dims in the module's order
-        for tensor in (self.shard, self.whole):
-            tensor.__dict__.update({key: value for key, value in vars(given).items() if key not in vars(tensor)})
-        given._shardproof_shard = self.shard  # for who has the parameter already, such as an optimizer
-        self.view: Optional[torch.Tensor] = None  # of the engine's main parameter
-        self.sharded: Callable = lambda: None  # the model's Sharded, once there is one
-
-    def take(self, shard: nn.Parameter) -> None:
-        """Another DTensor is the shard from now on. Optimizers that have the old one get it at their next step."""
-        vars(shard).update({key: value for key, value in vars(self.shard).items() if key not in vars(shard)})
-        if shard.grad is None:
-            shard.grad = self.shard.grad
-        self.shard._shardproof_shard = shard
-        self.shard = shard
-
-    @property
-    def local(self) -> torch.Tensor:
-        return self.shard._local_tensor
-
-    @property
-    def is_as_in_engine(self) -> bool:
-        return self.dim == 0 and self.tensor_parallel is None
-
-    def _turned(self, rows_first: torch.Tensor) -> torch.Tensor:
-        return rows_first.movedim(0, self.dim) if self.dim else rows_first
-
-    def as_local(self, flat: Optional[torch.Tensor]) -> torch.Tensor:
-        """What the engine has of it on this rank, in the shape of the shard's own part."""
-        if flat is None:
-            return torch.empty_like(self.local)
-        return self._turned(flat.view(self.end - self.begin, *self.shape[1:]))
-
-    def used(self) -> torch.Tensor:
-        """What a unit computes with: the whole parameter, or what it is in its module, with a graph that leads to it."""
-        if self.is_as_in_engine:
-            return self.whole
-        if self.turned is None:  # its first use, when it has memory
-            self.turned = self._turned(self.whole.detach())
-        with torch.enable_grad():
-            turned = _Used.apply(self.whole, self.turned, self.dim)
-            if self.tensor_parallel is None:
-                return turned
-            mesh, placements, (shape, stride, _) = (
-                self.tensor_parallel.mesh,
-                self.tensor_parallel.placements,
-                self.tensor_parallel.tensor_meta,
-            )
-            return DTensor.from_local(turned, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-    def fill(self, begin: int, end: int, values: torch.Tensor) -> None:
-        """Write the whole parameter's elements [begin, end) into `values`, as far as they are here, and zeros elsewhere."""
-        row = self.shape[1:].numel()
-        first, last = max(begin, self.begin * row), min(end, self.end * row)
-        values.zero_()
-        if first < last:
-            own = self.local.movedim(self.dim, 0).reshape(-1)[first - self.begin * row : last - self.begin * row]
-            values[first - begin : last - begin].copy_(own)
-
-    def add_gradient(self, flat: Optional[torch.Tensor]) -> None:
-        """Give it what a backward has made, and tell those who wait for it."""
-        local = self.as_local(flat)
-        if self.shard.grad is None:
-            self.shard.grad = DTensor(local, self.shard._spec, requires_grad=False)
-        elif self.shard.grad.placements == self.shard.placements:
-            self.shard.grad._local_tensor.add_(local)
-        else:
-            self.shard.grad.add_(DTensor(local, self.shard._spec, requires_grad=False))
-        for hook in (self.shard._post_accumulate_grad_hooks or {}).values():
-            hook(self.shard)
-
-
-class _Used(torch.autograd.Function):
-    """The memory of a whole parameter, turned, as a function of the parameter. It is freed while the parameter is."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, turned: torch.Tensor, dim: int) -> torch.Tensor:
-        ctx.dim = dim
-        return turned.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        return gradient.movedim(ctx.dim, 0), None, None
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _spec_of(given: torch.Tensor, cut: Cut, dim: int) -> DTensorSpec:
-    """Where a shard of the given parameter lies: over the cut's mesh, and over that of a parameter that PyTorch cut before."""
-    strides = torch.empty(given.shape, device="meta").stride()
-    meta = TensorMeta(given.shape, strides, given.dtype)
-    placements = [*(Replicate() for _ in range(cut.mesh.ndim - 1)), Shard(dim)]
-    if not isinstance(given, DTensor):
-        return DTensorSpec(cut.mesh, tuple(placements), meta)
-    parts = given._spec.num_shards_map[dim]
-    if parts > 1:  # a rank has a part of each part
-        placements[-1] = _StridedShard(dim, split_factor=parts)
-    mesh = DeviceMesh._concatenate([cut.mesh, given.device_mesh])
-    return DTensorSpec(mesh, (*placements, *given.placements), meta)
-
-
-def shard_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The shard that has taken the place of a whole parameter or of another shard, or the given tensor."""
-    while parameter is not None and (shard := vars(parameter).get("_shardproof_shard")) is not None:
-        parameter = shard
-    return parameter
 
 
 class Places:
@@ -219,15 +48,16 @@ class Places:
                 self.entries.append((part._parameters, key, parameter))
         self._put(whole=False)
 
-    def _put(self, whole: bool, plainly: bool = False) -> None:
-        """`plainly`: what the engine computes with, not what modules do."""
+    def _put(self, whole: bool, plainly: bool = False, has_memory: bool = True) -> None:
+        """`plainly`: what the engine computes with, not what modules do. Without memory what has had none yet stays a shard."""
         used: "dict[int, torch.Tensor]" = {}
         for items, key, parameter in self.entries:
             now = items.get(key)
             if not whole:
                 if id(now) in self.used or shard_of(now) is parameter.shard:
                     items[key] = parameter.shard
-            elif now is parameter.shard:  # functional_call lends others
+            # functional_call lends others
+            elif now is parameter.shard and (plainly or has_memory or not parameter.is_unused()):
                 if parameter.whole.requires_grad != now.requires_grad:
                     parameter.whole.requires_grad_(now.requires_grad)
                 if id(parameter) not in used:
@@ -241,16 +71,17 @@ class Places:
     def make_wholes(self) -> None:
         """What is to be computed with, in the dtype that the shards have by now."""
         for _, _, parameter in self.entries:
+            parameter.mark()
             if parameter.whole.dtype != parameter.local.dtype:
                 kept = vars(parameter.whole)
                 whole = torch.empty(parameter.shape, dtype=parameter.local.dtype, device="meta")
                 parameter.whole = nn.Parameter(whole, parameter.whole.requires_grad)
                 vars(parameter.whole).update(kept)
 
-    def enter(self) -> None:
+    def enter(self, has_memory: bool = True) -> None:
         self.depth += 1
-        if self.depth == 1:
-            self._put(whole=True)
+        if self.depth == 1 or has_memory:
+            self._put(whole=True, has_memory=has_memory)
 
     def leave(self) -> None:
         self.depth = max(0, self.depth - 1)
@@ -268,11 +99,12 @@ class Places:
     def adopt(self) -> bool:
         """Takes DTensors that were assigned in the place of shards for these, and says whether there were any."""
         adopted = False
+        present = {id(items.get(key)) for items, key, _ in self.entries}
         for items, key, parameter in self.entries:
             now = items.get(key)
             if now is parameter.shard or id(now) in self.used or not isinstance(now, DTensor):
                 continue
-            if shard_of(now) is parameter.shard:  # another place of one that was made anew
+            if shard_of(now) is parameter.shard and id(parameter.shard) in present:  # a place of a tied one
                 items[key] = parameter.shard
                 continue
             if now.shape != parameter.shape or now.placements != parameter.shard.placements:
@@ -281,6 +113,7 @@ class Places:
                     f"{now.placements}, and is cut as {parameter.shard.placements}, of shape {tuple(parameter.shape)}"
                 )
             parameter.take(now)
+            present.add(id(now))
             adopted = True
         return adopted
 
@@ -317,15 +150,17 @@ class Shards:
         self.in_backward = False
         self.done: "list[str]" = []  # optimizers' steps since the last forward
         self.event: Any = None  # the next forward waits for it
-        self.follows = True  # the model computes with what the shards have
+        self.follows = True  # the model computes with what the shards have, as far as is known
+        self.open_forwards = 0  # whose backward may still come
         views = {piece.name: piece.data for piece in sharded.main_parameters()}
+        sizes = {name: views[name].numel() if name in views else 0 for name in self.first_names(sharded)}
+        differ = [name for name, numel in sizes.items() if numel != self.by_name[name].local.numel()]
+        if sharded.comms.world.all_reduce(torch.tensor([len(differ)]), "max").item() > 0:
+            raise _C.Error(
+                f"[fsdp] on rank {sharded.rank} shards of {len(differ)} parameters have other sizes than the optimizer's "
+                "memory: the strategy does not cut over dp_shard alone. Leave strategy out, or use shardproof.fully_shard"
+            )
         for name, parameter in self.by_name.items():
-            if name in views and views[name].numel() != parameter.local.numel():
-                raise _C.Error(
-                    f"[fsdp] the optimizer's memory of {name} has {views[name].numel()} elements on this rank, and its shard "
-                    f"{parameter.local.numel()}: the strategy does not cut over dp_shard alone. Leave strategy out, or use "
-                    "shardproof.fully_shard"
-                )
             if name in views or parameter.view is None:
                 parameter.view = parameter.as_local(views.get(name))
         for parameter in self.every:
@@ -334,12 +169,19 @@ class Shards:
                     f"[fsdp] shards are what the optimizer updates, in {parameter.local.dtype}, and Precision asks for "
                     f"{parameter.view.dtype}. Leave main out, and cast the model before fully_shard"
                 )
-            parameter.shard._local_tensor = parameter.view
+            # Who has a view of the shard from before sees what is trained.
+            if _C.share_memory(parameter.local.detach(), parameter.view):
+                parameter.view = parameter.local
+            else:
+                parameter.shard._local_tensor = parameter.view
             parameter.sharded = weakref.ref(sharded)
         told = weakref.WeakMethod(self._told)
         sharded.native.watch_backwards(lambda begins: told()(begins))
         for each in places.values():
             each.hold(False)
+
+    def first_names(self, sharded: Any) -> "list[str]":
+        return [name for name, _ in sharded.module.named_parameters() if name in self.by_name]
 
     def tensors(self) -> "list[torch.Tensor]":
         return [parameter.shard for parameter in self.every]
@@ -350,8 +192,8 @@ class Shards:
             yield self.places[id(module)]
 
     @torch.no_grad()
-    def begin_forward(self) -> bool:
-        """Before a forward: whether the model has to follow what was written to shards since."""
+    def lag(self) -> bool:
+        """Whether the model has to be brought to what was written to shards since, or may have been."""
         self.end_lost_backward()
         if self.event is not None:
             self.event.wait()
@@ -359,6 +201,7 @@ class Shards:
         for places in self.places.values():
             self.follows &= not places.adopt()
         for parameter in self.every:
+            parameter.mark()
             if parameter.local is not parameter.view:  # a cast or a move of the module
                 if parameter.local.dtype != parameter.view.dtype or parameter.local.device != parameter.view.device:
                     raise _C.Error(
@@ -368,15 +211,19 @@ class Shards:
                 parameter.view.copy_(parameter.local)
                 parameter.shard._local_tensor = parameter.view
                 self.follows = False
-        follows, self.follows = self.follows, True
-        return not follows
+        # Writes of foreach kernels and through .data are counted nowhere. So values are taken anew wherever no backward may
+        # need the parameters as they were. Every rank finds the same, as all run the same forwards and backwards.
+        lags = not self.follows or self.open_forwards == 0
+        self.follows = True
+        return lags
 
     def _told(self, begins: bool) -> None:
         if begins:
-            self.end_lost_backward()
+            if self.in_backward:  # of one that an exception has ended
+                self._end_backward()
             self.in_backward = True
             for places in self.places.values():
-                places.enter()
+                places.enter(has_memory=False)
             return
         self._end_backward()
         used, pieces = self.sharded()._engine.hand_over_gradients()
@@ -384,10 +231,12 @@ class Shards:
         with torch.no_grad():
             for name in used:
                 self.by_name[name].add_gradient(local.get(name))
-        self.follows &= not used  # an optimizer may write without autograd's knowing
+            for name in used:  # once all are there, since a hook may raise
+                self.by_name[name].tell_hooks()
 
     def _end_backward(self) -> None:
         self.in_backward = False
+        self.open_forwards = max(0, self.open_forwards - 1)
         for places in self.places.values():
             places.leave()
 
@@ -408,6 +257,19 @@ class Shards:
                     f"[fsdp] parameter {name} is cut as {parameter.shard.placements}, and methods of Sharded, checkpoints and "
                     "averages of this library know rows only. Use torch.distributed.checkpoint, and full_tensor() of parameters"
                 )
+
+    def publish_outside(self) -> None:
+        """Before a unit is entered or gathered that is not within the model's forward, and where nothing is kept gathered."""
+        if not self.in_backward and not any(places.depth or places.held for places in self.places.values()):
+            self.sharded()._publish()
+
+    def reset(self) -> None:
+        """After whatever has ended a forward or backward: modules have their shards."""
+        self.in_backward = False
+        self.open_forwards = 0
+        for places in self.places.values():
+            places.depth = 0
+            places.hold(False)
 
     def restore(self) -> None:
         """Put the whole parameters back for good."""

@@ -312,6 +312,7 @@ class UnitHooks:
         self.module = module
         self.freed = [parameter for parameter in module.parameters() if _has_no_data(parameter)]
         self.places: Any = None  # Places, where parameters are DTensors between uses
+        self.publish: Optional[Callable] = None  # of units within the root, there: what brings parameters up to date
         if self.call.recomputes:
             self.plain_forward = module.forward
             module.forward = self.forward_recomputed
@@ -322,13 +323,15 @@ class UnitHooks:
         if "forward" in self.module.__dict__ and hasattr(self, "plain_forward"):
             restore_forward(self.module, self.plain_forward)
 
-    def put_shards_back(self, places: Any) -> None:
+    def put_shards_back(self, places: Any, publish: Optional[Callable]) -> None:
         """Around forwards, also those that fail: whole parameters are in their places within, and shards outside."""
-        self.places = places
+        self.places, self.publish = places, publish
         self.handles.append(self.module.register_forward_hook(uncompiled(lambda *_: places.leave()), always_call=True))
 
     @uncompiled
     def enter(self, module, args, kwargs):
+        if self.publish is not None:
+            self.publish()
         self.call.before()
         if self.places is not None:
             self.places.enter()

@@ -59,6 +59,25 @@ std::pair<std::vector<std::string>, std::vector<Piece>> hand_over(ShardedMirror&
   return {std::move(handed.used), std::move(handed.pieces)};
 }
 
+// Makes a tensor, and whatever looks into its storage, look into the memory of another one that is laid out alike. False where
+// it has not all of its storage.
+bool share_memory(const at::Tensor& tensor, const at::Tensor& other) {
+  const c10::Storage& storage = tensor.storage();
+  if (tensor.storage_offset() != 0 || storage.nbytes() != other.nbytes() || tensor.strides() != other.strides() ||
+      tensor.scalar_type() != other.scalar_type() || tensor.device() != other.device())
+    return false;
+  auto owner = std::make_unique<c10::Storage>(other.storage());
+  c10::DataPtr memory(
+      other.mutable_data_ptr(), owner.get(), [](void* held) { delete static_cast<c10::Storage*>(held); }, other.device());
+  owner.release();
+  storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(memory));
+  return true;
+}
+
+void end_step_of_others(ShardedMirror& held, const std::string& done) {
+  end_updated_step(held.sharded, done);
+}
+
 void watch(ShardedMirror& held, const py::object& told) {
   watch_backwards(held.sharded, [kept = python::Held(told)](bool begins) {
     const py::gil_scoped_acquire locked;
@@ -165,6 +184,7 @@ void bind_sharded(py::module_& module) {
       .def("begin_foreign_step", &begin_foreign_step, py::arg("who"), Unlocked())
       .def("finish_foreign_step", &finish_foreign_step, py::arg("done"), Unlocked())
       .def("hand_over_gradients", &hand_over, Unlocked())
+      .def("end_updated_step", &end_step_of_others, py::arg("done"), Unlocked())
       .def("watch_backwards", &watch, py::arg("told"))
       .def("held_as", &held_as)
       .def(
@@ -203,6 +223,7 @@ void bind_sharded(py::module_& module) {
       .def(
           "describe", [](Held& held) { return held.sharded.describe(); }, Unlocked());
   module.def("named_options", &list_of_options);
+  module.def("share_memory", &share_memory, py::arg("tensor"), py::arg("other"));
   module.def("shard", &shard, py::arg("mirror"), py::arg("comms"), py::arg("units"), py::arg("options"));
 }
 

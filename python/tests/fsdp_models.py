@@ -327,6 +327,7 @@ def replicas_alone(lib):
         for k in range(2):
             model.set_requires_all_reduce(k == 1)
             (loss_of(model, given(2 * step + k)) / 2).backward()
+            assert k == 1 or model.inp.weight.grad is None
         optimizer.step()
         optimizer.zero_grad()
     return values(model), [str(p.placements) for p in model.parameters()]
@@ -435,6 +436,11 @@ def tensor_parallelism_of_pytorch(lib):
         optimizer.zero_grad()
         loss = loss_of(model, batch(step * mesh["dp"].size() + mesh["dp"].get_local_rank()))
         loss.backward()
+        if lib.__name__ == "shardproof.fsdp":
+            norm = lib.clip_grad_norm_(model.parameters(), 1e9)
+        else:  # whose clip_grad_norm_ does not take parameters of several meshes
+            norm = torch.linalg.vector_norm(torch.stack([whole(p.grad).norm() for p in model.parameters()]))
+        losses.append(norm.item())
         optimizer.step()
         losses.append(loss.item())
     other = made()

@@ -10,20 +10,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardproof
 import shardproof.fsdp
+from fsdp_on_threads import shard, whole
 from models import Net, assert_same_bits, batch, loss_of, train_plain
 from shardproof.fsdp import fully_shard
 from shardproof.shards import shards_of
-
-
-def shard(comm, model, **options):
-    comms = shardproof.MeshComm(comm, f"dp_shard={comm.size}")
-    for block in model.blocks:
-        fully_shard(block, mesh=comms, **options)
-    return fully_shard(model, mesh=comms, **options)
-
-
-def whole(model):
-    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "hsdp"])
@@ -156,45 +146,6 @@ def test_after_an_exception_the_module_has_its_shards_and_training_goes_on(when)
         assert_same_bits(values, dict(expected.named_parameters()))
 
 
-@pytest.mark.parametrize("after", ["a forward", "a backward"])
-def test_what_is_written_to_shards_is_computed_with_in_the_dtype_of_computation_too(after):
-    policy = shardproof.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-
-    def body(comm):
-        model = shard(comm, Net(), mp_policy=policy)
-        for step, write in enumerate(WRITES if after == "a backward" else COUNTED):
-            loss = loss_of(model, batch(0))
-            if after == "a backward":
-                loss.backward()
-            with torch.no_grad():
-                write(model)
-            expected = {name: value.bfloat16() for name, value in whole(model).items()}
-            model(batch(0)[0])
-            assert_same_bits(shardproof.sharded_of(model).gather(), expected, f"write {step}")
-
-    shardproof.run_threads(2, body)
-
-
-def with_values(model, value):
-    return {
-        name: distribute_tensor(torch.full(p.shape, value), p.device_mesh, p.placements, src_data_rank=None)
-        for name, p in model.named_parameters()
-    }
-
-
-COUNTED = [  # by autograd, or in the module
-    lambda model: [p.mul_(1.5) for p in model.parameters()],
-    lambda model: model.load_state_dict(with_values(model, 0.5)),
-    lambda model: model.load_state_dict({name: nn.Parameter(v) for name, v in with_values(model, 0.75).items()}, assign=True),
-]
-WRITES = [
-    *COUNTED,
-    lambda model: torch._foreach_add_(list(model.parameters()), 0.25),
-    lambda model: [p.data.fill_(2) for p in model.parameters()],
-    lambda model: [p.to_local().fill_(3) for p in model.parameters()],
-]
-
-
 def test_any_dim_is_cut_in_parts_that_need_not_divide_it(tmp_path):
     base = Net()
 
@@ -217,6 +168,86 @@ def test_any_dim_is_cut_in_parts_that_need_not_divide_it(tmp_path):
     for values in shardproof.run_threads(3, body):
         for name, value in expected.named_parameters():
             torch.testing.assert_close(values[name], value.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_forward_without_a_graph_may_come_between_two_backwards():
+    base = Net()
+
+    def body(comm):
+        model = shard(comm, copy.deepcopy(base))
+        losses = [loss_of(model, batch(0)), loss_of(model, batch(1))]
+        losses[0].backward()
+        with torch.no_grad():
+            model(batch(2)[0])
+        losses[1].backward()
+        return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+    plain = copy.deepcopy(base)
+    for k in range(2):
+        loss_of(plain, batch(k)).backward()
+    for gradients in shardproof.run_threads(2, body):
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_an_update_of_one_part_keeps_what_another_has_accumulated():
+    base = Net()
+
+    def body(comm):
+        model = shard(comm, copy.deepcopy(base))
+        head = torch.optim.SGD(model.out.parameters(), lr=0.0)
+        for block in model.blocks:
+            block.set_requires_gradient_sync(False)
+        loss_of(model, batch(0)).backward()
+        head.step()
+        head.zero_grad()
+        model.set_requires_gradient_sync(True)  # of all below, too
+        loss_of(model, batch(1)).backward()
+        return {name: p.grad.full_tensor() for name, p in model.named_parameters() if name.startswith("blocks")}
+
+    plain = copy.deepcopy(base)
+    for k in range(2):
+        loss_of(plain, batch(k)).backward()
+    for gradients in shardproof.run_threads(2, body):
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-4)
+
+
+def test_other_dims_of_a_block_that_runs_later_than_the_others():
+    class Later(Net):
+        runs = False
+
+        def forward(self, x):
+            x = self.inp(x)
+            for block in self.blocks[: 3 if self.runs else 2]:
+                x = block(x)
+            return self.out(x)
+
+    base = Later()
+
+    def body(comm):
+        model = shard(comm, copy.deepcopy(base), shard_placement_fn=lambda p: Shard(p.dim() - 1))
+        loss_of(model, batch(0)).backward()
+        model.runs = True
+        return model(batch(0)[0]).detach()
+
+    plain = copy.deepcopy(base)
+    plain.runs = True
+    for result in shardproof.run_threads(2, body):
+        torch.testing.assert_close(result, plain(batch(0)[0]).detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("axes", ["dp_shard=2,dp_replicate=2", "dp_replicate=2,dp_shard=2,tp=1", "dp_shard=4,cp=1"])
+def test_the_axes_of_a_mesh_may_come_in_any_order(axes):
+    weight = torch.arange(15.0).view(5, 3)
+
+    def body(comm):
+        model = nn.Linear(3, 5, bias=False)
+        model.weight.data.copy_(weight)
+        fully_shard(model, mesh=shardproof.MeshComm(comm, axes))
+        assert torch.equal(model(torch.eye(3)).T, weight) and torch.equal(model.weight.full_tensor(), weight)
+
+    shardproof.run_threads(4, body)
 
 
 def test_ranks_whose_optimizers_differ_are_told_so():
@@ -253,23 +284,24 @@ def test_an_optimizer_that_was_made_before_gets_the_shards_unless_it_has_made_st
     shardproof.run_threads(1, body)
 
 
-def test_an_optimizer_goes_on_with_shards_that_were_assigned_and_with_its_state():
-    base = Net()
-
+def test_ranks_differ_after_memory_was_given_to_a_model_too():
     def body(comm):
-        model = shard(comm, copy.deepcopy(base))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        for step in range(4):
-            if step == 2:
-                model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+        with torch.device("meta"):
+            model = Net()
+        model.inp.weight.mine = True
+        model = shard(comm, model)
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + comm.rank)
+        for _ in range(2):
             optimizer.zero_grad()
-            loss_of(model, batch(2 * step + comm.rank)).backward()
+            loss_of(model, batch(comm.rank)).backward()
             optimizer.step()
-        return whole(model)
 
-    _, expected = train_plain(base, lambda p: torch.optim.AdamW(p, lr=0.01), steps=4, world=2)
-    for values in shardproof.run_threads(2, body):
-        assert_same_bits(values, dict(expected.named_parameters()))
+    with pytest.raises(shardproof.Error, match=r"after SGD \| lr=0.1 .*after SGD \| lr=1.1"):
+        shardproof.run_threads(2, body)
 
 
 class Odd(nn.Module):
@@ -298,7 +330,16 @@ def test_what_would_be_lost_is_refused():
         with pytest.raises(shardproof.Error, match="has the axis tp: shards are DTensors over dp_replicate and dp_shard"):
             fully_shard(Net(), mesh=shardproof.MeshComm(comm, "dp_shard=1,tp=2"))
         model = shard(comm, Net(), strategy="ddp")
+        with pytest.raises(shardproof.Error, match="a module within the outermost one was given options"):
+            model(batch(0)[0])
+        model = fully_shard(Net(), mesh=shardproof.MeshComm(comm, "dp_shard=2"), strategy="ddp")
         with pytest.raises(shardproof.Error, match="does not cut over dp_shard alone. Leave strategy out"):
+            model(batch(0)[0])
+        model = Net()
+        for part in (*model.blocks, model):
+            axes = "dp_shard=2" if part is model else "dp_replicate=2,dp_shard=1"
+            fully_shard(part, mesh=shardproof.MeshComm(comm, axes))
+        with pytest.raises(shardproof.Error, match="was given different meshes"):
             model(batch(0)[0])
         model = shard(comm, Net())
         for name in ("set_all_reduce_hook", "set_custom_all_gather", "set_custom_reduce_scatter"):

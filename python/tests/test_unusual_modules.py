@@ -146,12 +146,13 @@ def test_fsdp2s_fully_shard_takes_a_list_of_modules_as_one_unit():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2), nn.Linear(2, 1))
 
-    x, plain = torch.ones(4, 2), make()
+    x, base = torch.ones(4, 2), make()
+    plain = copy.deepcopy(base)
     plain(x).square().mean().backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
 
     def body(comm):
-        model = make()
+        model = copy.deepcopy(base)
         pair = [model[0], model[2]]
         assert fsdp.fully_shard(pair, mesh=shardproof.MeshComm(comm, "dp_shard=2")) is pair
         fsdp.fully_shard(model, mesh=shardproof.MeshComm(comm, "dp_shard=2"))
@@ -196,12 +197,13 @@ def test_a_registered_method_runs_with_gathered_parameters():
         def score(self, x, times=1):
             return times * torch.nn.functional.linear(x, self.head.weight[:, :2]).sum() + self(x).sum()
 
-    x, plain = torch.ones(3, 2), Scored()
+    x, base = torch.ones(3, 2), Scored()
+    plain = copy.deepcopy(base)
     plain.score(x, times=2).backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
 
     def body(comm):
-        model = Scored()
+        model = copy.deepcopy(base)
         mesh = shardproof.MeshComm(comm, "dp_shard=2")
         fsdp.fully_shard(model, mesh=mesh)
         fsdp.register_fsdp_forward_method(model, "score")

@@ -40,6 +40,12 @@ HandedGradients hand_over_gradients(Sharded& sharded) {
   return handed;
 }
 
+void end_updated_step(Sharded& sharded, const std::string& done) {
+  sharded.impl().schedule.note(done);
+  sharded.main_parameters_changed();
+  sharded.impl().schedule.begin_next_step();
+}
+
 void watch_backwards(Sharded& sharded, std::function<void(bool begins)> told) {
   sharded.impl().schedule.set_watcher(std::move(told));
 }

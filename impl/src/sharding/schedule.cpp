@@ -308,10 +308,16 @@ void Schedule::take_gradients(const char* who) {
 void Schedule::end_step(bool parameters_changed) {
   if (parameters_changed)
     for (const auto& unit : units_) unit->drop();
-  std::string done = noted_;
+  const std::string done = noted_;
   take_gradients(parameters_changed ? "the optimizer's step" : "skip_step");
-  *progress_ = {step() + 1, std::move(done)};
+  noted_ = done;
+  begin_next_step();
   last_microbatch_ = true;
+}
+
+void Schedule::begin_next_step() {
+  reductions_ = 0;
+  *progress_ = {step() + 1, std::exchange(noted_, "")};
 }
 
 }  // namespace shardproof

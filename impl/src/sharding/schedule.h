@@ -85,6 +85,8 @@ class Schedule final : public UnitEvents {
   void zero_gradients();
   // A step is over. The optimizer changed parameters: whatever is gathered is stale.
   void end_step(bool parameters_changed);
+  // The same, but what has accumulated stays.
+  void begin_next_step();
   int64_t step() const { return progress_->steps; }  // how many are over
   // The step under way, as messages count: the first one is step 1.
   int64_t current_step() const { return step() + 1; }

@@ -22,6 +22,10 @@ struct HandedGradients {
 // them. Units whose gradients are not reduced yet keep them. Collective over the mesh. Throws Error inside a backward.
 HandedGradients hand_over_gradients(Sharded& sharded);
 
+// Ends a step in which somebody else has updated main parameters, as `done` says, and brings the parameters up to date.
+// Gradients that are not reduced yet stay. Every rank calls it; otherwise as Sharded::main_parameters_changed.
+void end_updated_step(Sharded& sharded, const std::string& done);
+
 // Calls `told(true)` when a backward reaches the model first, and `told(false)` after it has ended, finishing steps included;
 // not after one that ends in an exception. One at a time: another call replaces it.
 void watch_backwards(Sharded& sharded, std::function<void(bool begins)> told);
