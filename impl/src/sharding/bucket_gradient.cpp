@@ -76,8 +76,12 @@ BucketGradient::BucketGradient(const BucketContext& context)
   // Where the whole gradient stays on the rank until the last microbatch, all buckets' are there at once. So each has memory of
   // its own, which every rank asks for here, in one order. Elsewhere gradients come and go, in an order of each rank's own.
   // A bucket that is frozen now has none, even if it is thawed later.
-  if (layout_.reduce().empty() && views_.front().requires_grad() && !layout_.is_interleaved())
-    own_ = Reduction::own_memory(*comms_, *memory_, layout_.reduce_last(), rules_.reduction, layout_.numel());
+  if (layout_.reduce().empty() && views_.front().requires_grad()) {
+    // All ranks of the mesh make the groups, though along tp one rank's part may be interleaved and another's not.
+    for (const Stage& stage : layout_.reduce_last()) comms_->along(stage.collective.axes);
+    if (!layout_.is_interleaved())
+      own_ = Reduction::own_memory(*comms_, *memory_, layout_.reduce_last(), rules_.reduction, layout_.numel());
+  }
 }
 
 void BucketGradient::enter(GradientState next) {
