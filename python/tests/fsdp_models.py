@@ -272,10 +272,13 @@ def a_root_without_parameters(lib):
 
 def checkpoints_of_pytorch(lib):
     import shutil
+    import tempfile
 
     import torch.distributed.checkpoint as dcp
 
-    folder = f"/tmp/shardproof-fsdp-programs-{dist.get_world_size()}-{lib.__name__}"
+    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    (folder,) = box
     model = sharded(lib)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     train(model, optimizer, 2)
