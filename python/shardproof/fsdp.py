@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 
 from . import _C
 from .shard_norms import clip_grad_norm_
-from .sharded import Sharded, owner_of, sharded_of
+from .sharded import Sharded, sharded_of
 from .sharding import fully_shard as _fully_shard
 from .shard_parameter import comms_of, cut_of
 from .shards import Places, Shards
@@ -344,9 +344,7 @@ def _sharded_around(module: nn.Module) -> Optional[Sharded]:
     if own is not None:
         return own
     known = _around.get(module)
-    if known is not None and (found := known()) is not None:
-        return found
-    return next((found for found in map(owner_of, module.parameters()) if found is not None), None)
+    return None if known is None else known()
 
 
 def shard_now(root: nn.Module) -> Sharded:

@@ -95,6 +95,7 @@ class Parameter:
         for tensor in (self.shard, self.whole):
             vars(tensor).update(self.attributes)
         given._shardproof_shard = self.shard  # for who has the parameter already, such as an optimizer
+        self.is_assigned = False
         self.view: Optional[torch.Tensor] = None  # of the engine's main parameter
         self.sharded: Callable = lambda: None  # the model's Sharded, once there is one
 
@@ -102,7 +103,7 @@ class Parameter:
         """Another DTensor is the shard from now on. Optimizers that have the old one get it at their next step."""
         vars(shard).pop("_shardproof_shard", None)  # of one that was the shard before
         self.shard._shardproof_shard = shard
-        self.shard = shard
+        self.shard, self.is_assigned = shard, True
         self.mark()
 
     def mark(self) -> None:

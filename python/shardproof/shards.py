@@ -107,10 +107,10 @@ class Places:
             if shard_of(now) is parameter.shard and id(parameter.shard) in present:  # a place of a tied one
                 items[key] = parameter.shard
                 continue
-            if now.shape != parameter.shape or now.placements != parameter.shard.placements:
+            if now.shape != parameter.shard.shape or now.placements != parameter.shard.placements:
                 raise _C.Error(
                     f"[fsdp] parameter {key} was replaced by a DTensor of shape {tuple(now.shape)} and placements "
-                    f"{now.placements}, and is cut as {parameter.shard.placements}, of shape {tuple(parameter.shape)}"
+                    f"{now.placements}, and is cut as {parameter.shard.placements}, of shape {tuple(parameter.shard.shape)}"
                 )
             parameter.take(now)
             present.add(id(now))
@@ -169,8 +169,8 @@ class Shards:
                     f"[fsdp] shards are what the optimizer updates, in {parameter.local.dtype}, and Precision asks for "
                     f"{parameter.view.dtype}. Leave main out, and cast the model before fully_shard"
                 )
-            # Who has a view of the shard from before sees what is trained.
-            if _C.share_memory(parameter.local.detach(), parameter.view):
+            # Who has a view of the shard from before sees what is trained. An assigned one may have another model's memory.
+            if not parameter.is_assigned and _C.share_memory(parameter.local.detach(), parameter.view):
                 parameter.view = parameter.local
             else:
                 parameter.shard._local_tensor = parameter.view

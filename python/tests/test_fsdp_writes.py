@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import shardproof
 import shardproof.fsdp
@@ -131,5 +132,30 @@ def test_a_parameter_that_comes_back_is_the_shard_again():
             first.copy_(kept)
         model.inp.weight = first
         assert torch.equal(model(batch(0)[0]), expected) and model.inp.weight is first
+
+    shardproof.run_threads(2, body)
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("ran", [False, True])
+def test_an_assigned_state_of_another_model_is_copied_along_any_dim(dim, ran):
+    x = batch(0)[0]
+
+    def body(comm):
+        mesh = shardproof.MeshComm(comm, "dp_shard=2")
+        source, target = Net(), Net()
+        for part in (*source.blocks, source, *target.blocks, target):
+            fully_shard(part, mesh=mesh, shard_placement_fn=lambda p: Shard(dim % p.dim()))
+        expected, kept = source(x).detach(), {name: value.clone() for name, value in whole(source).items()}
+        if ran:
+            target(x)
+        target.load_state_dict(source.state_dict(), assign=True)
+        torch.testing.assert_close(target(x).detach(), expected)
+        with torch.no_grad():
+            for parameter in target.parameters():
+                parameter.zero_()
+            target(x)
+            torch.testing.assert_close(source(x), expected)
+        assert_same_bits(whole(source), kept)
 
     shardproof.run_threads(2, body)
