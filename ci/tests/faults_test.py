@@ -235,12 +235,31 @@ class Faults(unittest.TestCase):
         with open(self.path("table"), encoding="utf-8") as file:
             self.assertIn("7 cases (by 4 of 4 seeds, median 7)", file.read())
 
-    def test_how_many_runs_of_tests_find_a_bug_is_told_as_well(self):
+    def answer_as_ctest(self):
         self.write("bin/ctest", CTEST)
         os.chmod(self.path("bin/ctest"), 0o755)
         path = os.environ["PATH"]
         self.addCleanup(os.environ.__setitem__, "PATH", path)
         os.environ["PATH"] = self.path("bin") + os.pathsep + path
+
+    def test_what_found_a_bug_in_an_earlier_run_goes_first(self):
+        self.answer_as_ctest()
+        known = {"type": "fault", "title": "", "from": "", "expect": "", "check": "", "verdict": "killed", "cases": 1,
+                 "case": "", "guess": "", "seconds": 1}
+        by = {"A": "Family.second", "B": "Family.of_another_name", "C": "gradient of w"}
+        self.write("known", "".join(json.dumps({**known, "id": name, "by": test}) + "\n" for name, test in by.items()))
+        check = "# check: ctest -R ^Family[.]\n"
+        code, rows, output = self.run_faults([patch("A", "9", extra=check), patch("C", "7")], "--skip-baseline",
+                                             "--known", self.path("known"))
+        self.assertEqual(code, 0, output)
+        self.assertEqual((rows["A"]["by"], rows["A"]["cases"]), ("Family.second", 1))
+        self.assertEqual((rows["C"]["by"], rows["C"]["case"]), ("gradient of w", ""))
+        code, rows, output = self.run_faults([patch("B", "9", extra=check)], "--skip-baseline", "--only", "B",
+                                             "--known", self.path("known"))
+        self.assertEqual((code, rows["B"]["by"]), (0, "Family.first"), output)
+
+    def test_how_many_runs_of_tests_find_a_bug_is_told_as_well(self):
+        self.answer_as_ctest()
         code, rows, output = self.run_faults([patch("A", "9", extra="# check: ctest -R ^Family[.]\n")], "--seeds", "4",
                                              "--skip-baseline", "--markdown", self.path("table"))
         self.assertEqual(code, 0, output)

@@ -268,22 +268,25 @@ class RankRun {
     return loss;
   }
 
-  // Every forward and every backward of the step, each backward directly after its forward or all of them behind the forwards.
+  // Every forward and every backward of the step.
   void train(const golden::Step& step, size_t index, RankStep& result) {
     const size_t rounds = step.microbatches.size();
-    const bool apart = case_.options.passes == passes_apart || watch_;  // what is watched is one microbatch at a time
-    std::vector<at::Tensor> open;
+    const int64_t passes = watch_ ? passes_apart : case_.options.passes;  // what is watched is one microbatch at a time
+    const size_t open_max = passes == passes_apart ? 1 : passes == passes_alternating ? 2 : rounds;
+    std::vector<at::Tensor> losses;
+    size_t done = 0;
+    const auto go_back = [&] {
+      if (passes != passes_apart) say_which_is_next(index, done, rounds);
+      const size_t round = passes == passes_reversed ? rounds - 1 - done : done;
+      backward(step, index, round, std::move(losses[round]));
+      ++done;
+    };
     for (size_t round = 0; round < rounds; ++round) {
-      if (apart) say_which_is_next(index, round, rounds);
-      open.push_back(forward(step, index, round, result));
-      if (apart) backward(step, index, round, std::move(open.back()));
+      if (passes == passes_apart) say_which_is_next(index, round, rounds);
+      losses.push_back(forward(step, index, round, result));
+      if (losses.size() - done == open_max) go_back();
     }
-    if (apart) return;
-    for (size_t done = 0; done < rounds; ++done) {
-      say_which_is_next(index, done, rounds);
-      const size_t round = case_.options.passes == passes_reversed ? rounds - 1 - done : done;
-      backward(step, index, round, std::move(open[round]));
-    }
+    while (done < rounds) go_back();
   }
 
   void say_which_is_next(size_t index, size_t done, size_t rounds) {

@@ -124,6 +124,10 @@ class FSDPModule:
             places.hold(False)
         self._units(recurse=False)[0].reshard()
 
+    def __deepcopy__(self, memo: dict) -> Any:
+        way_out = "FSDP2 refuses it, too. Make the model again, shard it, and load this one's state dict"
+        raise _not_offered("deepcopy of a sharded model", way_out)
+
     @_once_there
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """While False, backwards add to gradients on this rank and reduce nothing."""
@@ -349,8 +353,12 @@ def _sharded_around(module: nn.Module) -> Optional[Sharded]:
 
 def shard_now(root: nn.Module) -> Sharded:
     """Make the engine around the model that was noted down, with `root` as its root. Collective."""
-    noted = [(module, _noted.pop(module)) for module in root.modules() if module in _noted]
+    noted = [(module, _noted[module]) for module in root.modules() if module in _noted]
     requests = {id(module): request for module, request in noted}
+    if id(root) not in requests:
+        raise _C.Error(
+            f"[fsdp] this {type(root).__name__} is not sharded any more, since remove() has undone it. Make the model again"
+        )
     own = requests[id(root)].options
     if len(requests[id(root)].modules) > 1:
         raise _C.Error("[fsdp] the outermost module is one of a list. Call fully_shard of the module around them as well")
@@ -368,8 +376,6 @@ def shard_now(root: nn.Module) -> Sharded:
     others = list({id(request): request for module, request in noted if module is not root}.values())
     places: "dict[int, Places]" = {}
     for request in requests.values():
-        for trigger in request.triggers:
-            trigger.remove()
         places.update(request.places)
     units = [
         Unit(
@@ -401,7 +407,10 @@ def shard_now(root: nn.Module) -> Sharded:
         for each in places.values():
             each.hold(False)
         raise
-    for module, _ in noted:
+    for module, request in noted:
+        del _noted[module]
+        for trigger in request.triggers:
+            trigger.remove()
         _around[module] = weakref.ref(sharded)
     sharded.follow_shards(Shards(sharded, places))
     later = {id(request): request.later for request in requests.values()}

@@ -171,20 +171,22 @@ def test_any_dim_is_cut_in_parts_that_need_not_divide_it(tmp_path):
             torch.testing.assert_close(values[name], value.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_a_forward_without_a_graph_may_come_between_two_backwards():
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_forward_may_come_between_two_backwards_of_others(graph):
     base = Net()
 
     def body(comm):
         model = shard(comm, copy.deepcopy(base))
         losses = [loss_of(model, batch(0)), loss_of(model, batch(1))]
         losses[0].backward()
-        with torch.no_grad():
-            model(batch(2)[0])
-        losses[1].backward()
+        with torch.set_grad_enabled(graph):
+            losses.append(loss_of(model, batch(2)))
+        for loss in losses[1:] if graph else losses[1:2]:
+            loss.backward()
         return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 
     plain = copy.deepcopy(base)
-    for k in range(2):
+    for k in range(3 if graph else 2):
         loss_of(plain, batch(k)).backward()
     for gradients in shardproof.run_threads(2, body):
         for name, parameter in plain.named_parameters():
@@ -340,9 +342,12 @@ def test_what_would_be_lost_is_refused():
         for part in (*model.blocks, model):
             axes = "dp_shard=2" if part is model else "dp_replicate=2,dp_shard=1"
             fully_shard(part, mesh=shardproof.MeshComm(comm, axes))
-        with pytest.raises(shardproof.Error, match="was given different meshes"):
-            model(batch(0)[0])
+        for _ in range(2):  # a refusal leaves the model as it was
+            with pytest.raises(shardproof.Error, match="was given different meshes"):
+                model(batch(0)[0])
         model = shard(comm, Net())
+        with pytest.raises(shardproof.Error, match="deepcopy of a sharded model is not offered"):
+            copy.deepcopy(model)
         for name in ("set_all_reduce_hook", "set_custom_all_gather", "set_custom_reduce_scatter"):
             with pytest.raises(shardproof.Error, match=f"{name} is not offered. "):
                 getattr(model, name)(None)
@@ -363,6 +368,8 @@ def test_what_would_be_lost_is_refused():
         model.double()
         with pytest.raises(shardproof.Error, match="was moved or cast from torch.float32 on cpu to torch.float64 on cpu"):
             model(batch(0)[0])
+        with pytest.raises(shardproof.Error, match="deepcopy of a sharded model is not offered"):
+            copy.deepcopy(model.blocks)
         other = shard(comm, Net())
         other.out.weight = other.inp.weight
         with pytest.raises(shardproof.Error, match="parameter weight was replaced by a DTensor of shape"):

@@ -75,7 +75,7 @@ void Schedule::require_outside(const std::string& what) const {
 
 // What was started in common is awaited, the rest dropped.
 void Schedule::abandon_backward() {
-  kept_calls_.clear();
+  forget_calls();
   comparison_.wait();
   hashes_.reset();
   if (delayed_) delayed_->drop();
@@ -89,7 +89,7 @@ void Schedule::abandon_backward() {
 
 void Schedule::end_backward_within_units() {
   for (const auto& module : recomputed_) module->end_backward();
-  calls = std::exchange(kept_calls_, {});
+  take_calls_back();
   if (activations_) activations_->end_backward();
 }
 
@@ -111,7 +111,7 @@ void Schedule::begin_backward() {
   phase_ = Phase::backward;
   backward_task = torch::autograd::get_current_graph_task_id();
   makes_graph = c10::GradMode::is_enabled();
-  if (torch::autograd::get_current_graph_task_keep_graph()) kept_calls_ = calls;
+  set_calls_aside(torch::autograd::get_current_graph_task_keep_graph());
   is_microbatch_ = reaches_parameters();
   if (is_microbatch_) taken_by_ = nullptr;
   to_reduce_.clear();

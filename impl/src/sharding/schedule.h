@@ -141,7 +141,6 @@ class Schedule final : public UnitEvents {
   std::unordered_map<std::string, Place> places_;
 
   bool is_microbatch_ = true;  // the backward under way
-  std::vector<OpenCall> kept_calls_;  // those before it, when it keeps its graph for another backward
   int64_t reductions_ = 0;     // backwards of this step that reduced
   Facts facts_;                // of this rank's backward, while they are compared
   struct Gathered {

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <functional>
 #include <limits>
+#include <unordered_set>
 #include <utility>
 
 #include "shardproof/base/check.h"
@@ -63,6 +64,11 @@ class BeforeNode final : public torch::autograd::FunctionPreHook {
   const std::function<void()> told_;
 };
 
+// The graph of the call: it will have no backward.
+bool is_gone(const std::shared_ptr<UnitCall>& call) {
+  return !call->outputs.empty() && call.use_count() == 1;
+}
+
 torch::autograd::Node* node_of(const at::Tensor& tensor) { return tensor.grad_fn().get(); }
 
 }  // namespace
@@ -99,7 +105,7 @@ void Unit::before_forward(const torch::nn::Module&) {
   if (settings.timeline) forward_spans_.push_back(begin_span(schedule_.in_backward() ? "recompute" : "forward"));
   gather();
   calls_.push_back(std::make_shared<UnitCall>(UnitCall{weak_from_this(), at::sequence_number::peek()}));
-  if (has_graph()) schedule_.add_call({calls_.back(), open_calls_});
+  if (has_graph()) schedule_.add_call(open(calls_.back()));
   if (!schedule_.in_backward()) schedule_.gather_ahead(settings.forward_prefetch);
 }
 
@@ -157,7 +163,7 @@ void Unit::watch_backward(const at::Tensor& output) {
   torch::autograd::Node& node = *node_of(output);
   const uint64_t number = node.sequence_nr();
   const bool is_own = number >= call->first_node;
-  call->has_output |= is_own;
+  if (is_own) call->outputs.emplace_back(&node, number);
   node.add_tensor_pre_hook(std::make_unique<BeforeNode>([owned = is_own ? call : nullptr, call = std::weak_ptr(call), number] {
     if (const auto held = call.lock()) alive(held->unit)->before_backward(*held, number);
   }));
@@ -166,7 +172,7 @@ void Unit::watch_backward(const at::Tensor& output) {
 bool Unit::backward_is_seen() const {
   if (!has_graph() || settings.recompute || settings.reshard_after_forward.keeps_everything()) return true;
   const auto frees = [](const auto& bucket) { return bucket->parameters.frees_compute(); };
-  return calls_.back()->has_output || std::ranges::none_of(buckets_, frees);
+  return !calls_.back()->outputs.empty() || std::ranges::none_of(buckets_, frees);
 }
 
 void Unit::after_forward(const torch::nn::Module& module) {
@@ -312,13 +318,40 @@ void UnitEvents::reached(uint64_t node) {
   }
 }
 
-// Those whose graphs are gone will have no backward.
 void UnitEvents::add_call(OpenCall call) {
   if (calls.size() >= calls_max_) {
-    std::erase_if(calls, [](const OpenCall& other) { return other.call->has_output && other.call.use_count() == 1; });
+    std::erase_if(calls, [](const OpenCall& other) { return is_gone(other.call); });
     calls_max_ = std::max<size_t>(64, 2 * calls.size());
   }
   calls.push_back(std::move(call));
+}
+
+// Of a call without a node of its own there is no telling, and it is taken to be in the graph.
+void UnitEvents::set_calls_aside(bool keeps_graph) {
+  const std::unordered_set<torch::autograd::Node*>& nodes = *torch::autograd::get_current_graph_task_nodes_in_graph();
+  const auto is_in_graph = [&](const OpenCall& open) {
+    // Another node may lie where one was that is gone.
+    const auto is_there = [&](const auto& output) {
+      const auto found = nodes.find(output.first);
+      return found != nodes.end() && (*found)->sequence_nr() == output.second;
+    };
+    return open.call->outputs.empty() || std::ranges::any_of(open.call->outputs, is_there);
+  };
+  for (const OpenCall& open : calls)
+    if (keeps_graph || !is_in_graph(open)) waiting_.push_back(open.call);
+  std::erase_if(calls, [&](const OpenCall& open) { return !is_in_graph(open); });
+}
+
+void UnitEvents::take_calls_back() {
+  calls.clear();
+  for (std::shared_ptr<UnitCall>& call : waiting_)
+    if (const auto unit = call->unit.lock(); unit && !is_gone(call)) calls.push_back(unit->open(std::move(call)));
+  waiting_.clear();
+}
+
+void UnitEvents::forget_calls() {
+  calls.clear();
+  waiting_.clear();
 }
 
 void Unit::leave() {

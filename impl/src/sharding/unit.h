@@ -35,7 +35,8 @@ struct UnitCall {
   std::weak_ptr<Unit> unit;
   uint64_t first_node = 0;                       // numbers of its nodes begin here
   uint64_t watched = 0;                          // the youngest node before it whose turn in a backward is told
-  bool has_output = false;                       // a backward through it is told by a node of an output, which holds this
+  // Nodes of its outputs, with their numbers. They tell of a backward through it, and hold this.
+  std::vector<std::pair<torch::autograd::Node*, uint64_t>> outputs = {};
   std::shared_ptr<Recomputation> recomputation = nullptr;  // null: autograd keeps what it saves
   // Of the forward alone: casts of inputs, and inputs that must not change since the backward will need them again.
   std::vector<std::pair<at::Tensor, at::Tensor>> casts = {};
@@ -60,7 +61,8 @@ class UnitEvents {
   // Starts gathering these units, in order, as far as the limits allow.
   virtual void gather_ahead(const std::vector<Unit*>& units) = 0;
 
-  // Calls whose backward may come, in the order of their forwards. Each holds its unit's `open_calls`.
+  // Calls to which a backward may come, in the order of their forwards: inside of one, those that are in its graph. Each holds
+  // its unit's `open_calls`.
   struct OpenCall {
     std::shared_ptr<UnitCall> call;
     std::shared_ptr<void> open_calls;
@@ -69,6 +71,10 @@ class UnitEvents {
   // A backward, or one within it, is about to run the node of this number: calls that are younger are over.
   void reached(uint64_t node);
   void add_call(OpenCall call);
+  // Calls that are not in the graph of the backward which begins wait until its end, and all do where it keeps its graph.
+  void set_calls_aside(bool keeps_graph);
+  void take_calls_back();
+  void forget_calls();
 
   int64_t forgetting_forwards = 0;   // forwards under way of which nothing is kept
   int64_t recomputing_forwards = 0;  // those that a backward runs again, whose graph nobody uses
@@ -77,6 +83,7 @@ class UnitEvents {
   bool makes_graph = false;
 
  private:
+  std::vector<std::shared_ptr<UnitCall>> waiting_;  // for another backward than that under way
   size_t calls_max_ = 64;
 };
 
@@ -145,8 +152,9 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   // Whether the gradient dy^T x is made later.
   bool delay_gradient(Bucket& bucket, int64_t member, const at::Tensor& dy, const at::Tensor& x);
   void on_gradient(Bucket& bucket, int64_t member, const at::Tensor& gradient);
-  // Whether a backward may still come to a call of it.
+  // Whether the backward under way may still come to a call of it.
   bool has_calls() const { return open_calls_.use_count() > 1; }
+  UnitEvents::OpenCall open(std::shared_ptr<UnitCall> call) const { return {std::move(call), open_calls_}; }
   // A backward has left them all.
   void leave();
   void end_backward();
