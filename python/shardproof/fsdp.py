@@ -17,6 +17,7 @@ import weakref
 from typing import Any, Callable, Optional
 
 import torch
+import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.tensor import Shard
 
@@ -326,6 +327,16 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 def share_comm_ctx(modules: "list[nn.Module]") -> None:
     """Do nothing, since all models on one mesh share its communicators. FSDP2 has the name."""
+
+
+def patch_torch() -> None:
+    """Let ``torch.distributed.fsdp`` have these functions and classes, for programs that import FSDP2 themselves.
+
+    Accelerate and the Trainer of transformers are such. Every rank calls it first: what was imported by name before stays
+    FSDP2's.
+    """
+    for name in ("fully_shard", "FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"):
+        setattr(torch.distributed.fsdp, name, globals()[name])
 
 
 def _all_noted() -> "list[nn.Module]":
