@@ -1,4 +1,7 @@
-"""Programs for Accelerate's plugin of FSDP2, and for the Trainer of transformers with it, train with this library as they do with FSDP2, and read each other's states."""
+"""Programs for Accelerate's plugin of FSDP2, and for the Trainer of transformers with it, train the same with this library.
+
+Each library reads what the other has saved.
+"""
 
 import json
 import os
