@@ -109,13 +109,13 @@ TEST(Passes, backwards_in_any_order_behind_forwards_of_others_train_like_the_pla
       }
 }
 
-// The end of a unit's backward, where its gradients are sent and its parameters freed, is found beside forwards that wait.
+// The end of a unit's backward, where its gradients are sent and its parameters freed, is found beside younger forwards.
 TEST(Passes, a_backward_reduces_where_it_does_without_other_forwards_that_wait) {
   for (const char* strategy_name : {"ddp", "zero1", "zero2", "zero3"})
     for (const bool recompute : {false, true}) {
       Backwards apart;
       trained(strategy_name, recompute, {{0, 1, 2}, 1}, &apart);
-      for (const Order& order : {Order{{0, 1, 2}, 3}, {{2, 1, 0}, 3}, {{0, 1, 2}, 2}, {{1, 0, 2}, 2}}) {
+      for (const Order& order : {Order{{0, 1, 2}, 3}, {{0, 1, 2}, 2}}) {
         Backwards seen;
         trained(strategy_name, recompute, order, &seen);
         EXPECT_EQ(seen, apart) << strategy_name << ", recomputed " << recompute << ", " << order.open_max << " open";

@@ -106,12 +106,12 @@ bool Schedule::reaches_parameters() const {
   return false;
 }
 
-void Schedule::begin_backward() {
+void Schedule::begin_backward(uint64_t first) {
   if (phase_ != Phase::outside) return;
   phase_ = Phase::backward;
   backward_task = torch::autograd::get_current_graph_task_id();
   makes_graph = c10::GradMode::is_enabled();
-  set_calls_aside(torch::autograd::get_current_graph_task_keep_graph());
+  set_calls_aside(first, torch::autograd::get_current_graph_task_keep_graph());
   is_microbatch_ = reaches_parameters();
   if (is_microbatch_) taken_by_ = nullptr;
   to_reduce_.clear();

@@ -236,7 +236,7 @@ void Unit::set_gradient_sync(bool sync, bool recurse) {
 }
 
 void Unit::before_backward(UnitCall& call, uint64_t node) {
-  schedule_.begin_backward();
+  schedule_.begin_backward(node);
   schedule_.reached(node);
   if (torch::autograd::get_current_graph_task_id() != schedule_.backward_task) leave_when_it_ends(call);
   if (passage_ == Passage::left && has_calls()) pass(Passage::inside);
@@ -327,19 +327,19 @@ void UnitEvents::add_call(OpenCall call) {
 }
 
 // Of a call without a node of its own there is no telling, and it is taken to be in the graph.
-void UnitEvents::set_calls_aside(bool keeps_graph) {
+void UnitEvents::set_calls_aside(uint64_t first, bool keeps_graph) {
   const std::unordered_set<torch::autograd::Node*>& nodes = *torch::autograd::get_current_graph_task_nodes_in_graph();
   const auto is_in_graph = [&](const OpenCall& open) {
     // Another node may lie where one was that is gone.
     const auto is_there = [&](const auto& output) {
       const auto found = nodes.find(output.first);
-      return found != nodes.end() && (*found)->sequence_nr() == output.second;
+      return output.second == first || (found != nodes.end() && (*found)->sequence_nr() == output.second);
     };
     return open.call->outputs.empty() || std::ranges::any_of(open.call->outputs, is_there);
   };
   for (const OpenCall& open : calls)
     if (keeps_graph || !is_in_graph(open)) waiting_.push_back(open.call);
-  std::erase_if(calls, [&](const OpenCall& open) { return !is_in_graph(open); });
+  std::erase_if(calls, [&](const OpenCall& open) { return open.call->first_node > first && !is_in_graph(open); });
 }
 
 void UnitEvents::take_calls_back() {

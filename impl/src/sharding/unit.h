@@ -50,8 +50,8 @@ class UnitEvents {
   virtual bool in_backward() const = 0;
   // Throws Error, naming `what`, inside a backward.
   virtual void require_outside(const std::string& what) const = 0;
-  // A backward has reached a unit; nothing when it is known already.
-  virtual void begin_backward() = 0;
+  // A backward has reached a unit, whose node of this number it runs first; nothing when it is known already.
+  virtual void begin_backward(uint64_t first = UINT64_MAX) = 0;
   // A backward has left a unit.
   virtual void unit_left() = 0;
   // A unit's gather has started, if it needs one, and the rank is about to wait for it.
@@ -71,8 +71,9 @@ class UnitEvents {
   // A backward, or one within it, is about to run the node of this number: calls that are younger are over.
   void reached(uint64_t node);
   void add_call(OpenCall call);
-  // Calls that are not in the graph of the backward which begins wait until its end, and all do where it keeps its graph.
-  void set_calls_aside(bool keeps_graph);
+  // Calls that are not in the graph of the backward which begins are there again at its end, and all are where it keeps its
+  // graph. Of those, what is younger than its first node is set aside; a second order may go through an older one.
+  void set_calls_aside(uint64_t first, bool keeps_graph);
   void take_calls_back();
   void forget_calls();
 
