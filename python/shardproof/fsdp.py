@@ -401,11 +401,11 @@ def shard_now(root: nn.Module) -> Sharded:
     options = {"check_gradients": False, **own["options"], "granularity": "row"}
     if _offloads(requests[id(root)]):
         options.setdefault("offload", "pinned" if own["offload_policy"].pin_memory else "pageable")
-    for each in places.values():
-        each.adopt()
-        each.make_wholes()
-        each.hold(True, plainly=True)
     try:
+        for each in places.values():
+            each.adopt()
+            each.make_wholes()
+            each.hold(True, plainly=True)
         sharded = _fully_shard(
             root,
             comms_of(own["mesh"]),

@@ -4,27 +4,15 @@ Its arguments: "theirs" or "ours", a folder for its checkpoints, and one to resu
 """
 
 import json
-import os
 import sys
 
-import torch
 import torch.distributed as dist
-
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir, "ci", "tests"))
-from peer_ranks import join, leave  # noqa: E402
+from accelerate_kit import begin, leave, let_a_cpu_have_fsdp, model_of, samples
 
 WHOSE, FOLDER, LOADED = sys.argv[1:]
-if WHOSE == "ours":
-    import shardproof.fsdp
+store = begin(WHOSE)
+from transformers import Trainer, TrainingArguments  # noqa: E402
 
-    shardproof.fsdp.patch_torch()
-
-from accelerate import PartialState  # noqa: E402
-from accelerate.utils import DistributedType  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
-
-store = join()
-os.environ["MASTER_ADDR"] = "127.0.0.1"  # Accelerate asks for it, though the process group is there
 settings = TrainingArguments(
     FOLDER,
     use_cpu=True,
@@ -40,15 +28,8 @@ settings = TrainingArguments(
     fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
 )
 assert settings.device.type == "cpu"
-# On a CPU Accelerate leaves its plugin out, by the name of the kind of ranks alone.
-PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-torch.manual_seed(0)
-config = LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=64,
-)  # fmt: skip
-tokens = [torch.randint(0, 64, (12,), generator=torch.Generator().manual_seed(i)) for i in range(48)]
-trainer = Trainer(LlamaForCausalLM(config), settings, train_dataset=[{"input_ids": each, "labels": each} for each in tokens])
+let_a_cpu_have_fsdp()
+trainer = Trainer(model_of(), settings, train_dataset=samples(48))
 trainer.train(resume_from_checkpoint=LOADED or None)
 assert type(trainer.model_wrapped).__name__ == "FSDPLlamaForCausalLM"
 if dist.get_rank() == 0:

@@ -100,7 +100,7 @@ class Schedule final : public UnitEvents {
   void require_outside(const std::string& what) const override;
   // Throws Error after a backward that ended in an exception, until zero_gradients.
   bool in_backward() const override;
-  void begin_backward(uint64_t first = UINT64_MAX) override;
+  void begin_backward(uint64_t first) override;
   void unit_left() override {
     if (!delayed_) start_ready_reduces();
   }

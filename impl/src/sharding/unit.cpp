@@ -64,7 +64,7 @@ class BeforeNode final : public torch::autograd::FunctionPreHook {
   const std::function<void()> told_;
 };
 
-// The graph of the call: it will have no backward.
+// Whether nobody has the call's graph any more, so that it will have no backward.
 bool is_gone(const std::shared_ptr<UnitCall>& call) {
   return !call->outputs.empty() && call.use_count() == 1;
 }
@@ -261,7 +261,7 @@ void Unit::leave_when_it_ends(const UnitCall& call) {
 }
 
 void Unit::enter_backward() {
-  schedule_.begin_backward();
+  schedule_.begin_backward(std::numeric_limits<uint64_t>::max());
   if (passage_ == Passage::outside) pass(Passage::inside);
 }
 
@@ -326,11 +326,11 @@ void UnitEvents::add_call(OpenCall call) {
   calls.push_back(std::move(call));
 }
 
-// Of a call without a node of its own there is no telling, and it is taken to be in the graph.
+// A call without a node of its own is taken to be in every graph, because there is no telling.
 void UnitEvents::set_calls_aside(uint64_t first, bool keeps_graph) {
   const std::unordered_set<torch::autograd::Node*>& nodes = *torch::autograd::get_current_graph_task_nodes_in_graph();
   const auto is_in_graph = [&](const OpenCall& open) {
-    // Another node may lie where one was that is gone.
+    // The root of a graph is in no set of its nodes. The number is compared as well, since a new node may lie where one was.
     const auto is_there = [&](const auto& output) {
       const auto found = nodes.find(output.first);
       return output.second == first || (found != nodes.end() && (*found)->sequence_nr() == output.second);

@@ -51,7 +51,7 @@ class UnitEvents {
   // Throws Error, naming `what`, inside a backward.
   virtual void require_outside(const std::string& what) const = 0;
   // A backward has reached a unit, whose node of this number it runs first; nothing when it is known already.
-  virtual void begin_backward(uint64_t first = UINT64_MAX) = 0;
+  virtual void begin_backward(uint64_t first) = 0;
   // A backward has left a unit.
   virtual void unit_left() = 0;
   // A unit's gather has started, if it needs one, and the rank is about to wait for it.
@@ -61,8 +61,8 @@ class UnitEvents {
   // Starts gathering these units, in order, as far as the limits allow.
   virtual void gather_ahead(const std::vector<Unit*>& units) = 0;
 
-  // Calls to which a backward may come, in the order of their forwards: inside of one, those that are in its graph. Each holds
-  // its unit's `open_calls`.
+  // Calls to which a backward may come, in the order of their forwards. Inside of a backward those are left out that it cannot
+  // come to. Each holds its unit's `open_calls`.
   struct OpenCall {
     std::shared_ptr<UnitCall> call;
     std::shared_ptr<void> open_calls;
@@ -71,8 +71,9 @@ class UnitEvents {
   // A backward, or one within it, is about to run the node of this number: calls that are younger are over.
   void reached(uint64_t node);
   void add_call(OpenCall call);
-  // Calls that are not in the graph of the backward which begins are there again at its end, and all are where it keeps its
-  // graph. Of those, what is younger than its first node is set aside; a second order may go through an older one.
+  // A backward begins with the node of the number `first`. Younger calls of other graphs are left out until it ends. Older ones
+  // stay, because a second order goes through a call without coming to its outputs. At its end calls of other graphs are there
+  // again, and with `keeps_graph` its own as well.
   void set_calls_aside(uint64_t first, bool keeps_graph);
   void take_calls_back();
   void forget_calls();
@@ -84,7 +85,7 @@ class UnitEvents {
   bool makes_graph = false;
 
  private:
-  std::vector<std::shared_ptr<UnitCall>> waiting_;  // for another backward than that under way
+  std::vector<std::shared_ptr<UnitCall>> waiting_;  // those that are there again behind the backward under way
   size_t calls_max_ = 64;
 };
 
