@@ -35,6 +35,11 @@ FilesAround::Around dying(int64_t calls, bool after_rename) {
   };
 }
 
+void load_and_remove(const std::string& folder, shardproof::Sharded& sharded, shardproof::Optimizer& optimizer) {
+  shardproof::checkpoint::load(folder, sharded, &optimizer);
+  if (sharded.rank() == 0) shardproof::checkpoint::remove_folder(hasty_files(), folder);
+}
+
 }  // namespace
 
 bool CaseCheckpoints::draw(const Case& c) {
@@ -101,8 +106,7 @@ void CaseCheckpoints::crash(size_t step, shardproof::Sharded& sharded, shardproo
   SHARD_REQUIRE(!told, "harness", "the save before step {} died, and rank {} was told that it is there", step + 1,
                 sharded.rank());
   if (!after_rename(step)) return;
-  shardproof::checkpoint::load(folder, sharded, &optimizer);
-  if (sharded.rank() == 0) shardproof::checkpoint::remove_folder(hasty_files(), folder);
+  load_and_remove(folder, sharded, optimizer);
 }
 
 // One call of one rank fails, as where a quota is used up. All ranks are told, or none.
@@ -129,8 +133,7 @@ void CaseCheckpoints::refuse(size_t step, shardproof::Sharded& sharded, shardpro
     SHARD_REQUIRE(!told.empty(), "harness", "{} was saved before step {}, and is not there", folder, step + 1);
     return;
   }
-  shardproof::checkpoint::load(folder, sharded, &optimizer);
-  if (sharded.rank() == 0) shardproof::checkpoint::remove_folder(hasty_files(), folder);
+  load_and_remove(folder, sharded, optimizer);
 }
 
 // Half of the saves are killed as well. Rank 0 acts for all, while the others wait for what it tells.
@@ -172,8 +175,7 @@ void CaseCheckpoints::lose_power(size_t step, shardproof::Sharded& sharded, shar
     return after.empty() || after.back() != saved ? "" : "there";
   });
   if (there.empty()) return;
-  shardproof::checkpoint::load(folder, sharded, &optimizer);
-  if (sharded.rank() == 0) shardproof::checkpoint::remove_folder(hasty_files(), folder);
+  load_and_remove(folder, sharded, optimizer);
 }
 
 }  // namespace harness

@@ -35,8 +35,8 @@ class CaseCheckpoints {
 
   // Collective: a save before that step, during which every rank dies at some call, or the first does, or the disk refuses a
   // call of one, or during or after which power fails. Throws Error unless one that died was refused on this rank. One that
-  // died after its rename is whole, and so is one that returned before power failed: it is loaded, which changes no value, and
-  // removed.
+  // died after its rename is whole, and so is one that returned before power failed: it is loaded, and removed. That
+  // changes no value but the buffers of other ranks, which get rank 0's.
   void crash(size_t step, shardproof::Sharded& sharded, shardproof::Optimizer& optimizer, shardproof::Comm& world);
 
  private:

@@ -115,7 +115,12 @@ class RankRun {
     }
     if (!plan.crash) return;
     manager_->wait();
+    std::map<std::string, at::Tensor> own = buffers_of(*network_.module).state;
+    for (auto& [name, buffer] : own) buffer = buffer.clone();
     checkpoints_.crash(index, sharded_, optimizer_, comms_->world());
+    if (rank_ == 0) return;
+    at::NoGradGuard no_grad;
+    for (const auto& [name, buffer] : buffers_of(*network_.module).state) buffer.copy_(own.at(name));
   }
 
   void load(size_t index) {
