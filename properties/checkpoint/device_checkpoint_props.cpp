@@ -1,4 +1,6 @@
 // Checkpoints of models on a device that is as late as it may be, and whose memory the host cannot touch.
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 
@@ -41,13 +43,12 @@ void save_amid(const Recipe& setup, const Place& place, bool async, const std::s
   });
 }
 
-// What a device has yet to do when a save begins: the values are changed, and then what they were again.
+// The values have been changed, and the device has yet to make them what they were when a save begins.
 void change_and_restore(const Sharded& sharded) {
   const at::NoGradGuard no_grad;
-  for (const Piece& piece : sharded.main_parameters()) {
-    piece.data.neg_();
-    piece.data.neg_();
-  }
+  for (const Piece& piece : sharded.main_parameters()) piece.data.neg_();
+  fake_device::synchronize();
+  for (const Piece& piece : sharded.main_parameters()) piece.data.neg_();
 }
 
 // The files of the entries, by name. What names a save is random, and not in them.
@@ -114,6 +115,9 @@ TEST(DeviceCheckpoint, a_job_without_a_snapshot_writes_in_the_streams_order_on_a
   on(place, [&](std::shared_ptr<Comm> comm) {
     Trained run(setup, place, comm);
     run.train(0, 2);
+    fake_device::synchronize();
+    const c10::impl::VirtualGuardImpl streams(place.device.type());
+    const c10::StreamGuard on_stream(streams.getStreamFromGlobalPool(place.device));
     change_and_restore(*run.sharded);
     SaveJob job(scratch / "at", *run.sharded, &*run.optimizer, {.step = 2}, {}, nullptr);
     std::thread([&] { job.write(); }).join();

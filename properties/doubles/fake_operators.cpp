@@ -278,8 +278,8 @@ class HostCall {
     if (schema_.name() == "aten::copy_")
       count_copy((*stack)[first].toTensor(), (*stack)[first + 1].toTensor(), (*stack)[first + 2]);
     if (reads_ours_ && answers_the_host()) count_wait(schema_.name());
-    if (!is_view_) synchronize();
     if (sends_later(stack, first)) return;
+    if (!is_view_) synchronize();
     for (size_t i = 0; i < count; ++i) {
       c10::IValue& value = (*stack)[first + i];
       visit(value, [&](const at::Tensor& tensor) { return to_cpu(tensor, is_written(i)); });
