@@ -228,7 +228,6 @@ void Engine::wait(Operation& operation) {
   }
   if (operation.blocks) {
     block_until(operation.done.get(), title);
-    require_alive(title);  // an abort ends what was waited for, too
     copy_back(operation);
   }
   const auto lock = hold(title);
@@ -260,6 +259,7 @@ void Engine::copy_back(Operation& operation) {
 
 void Engine::block_until(NcclApi::Event event, const std::string& doing) {
   for (int64_t looks = 0; !api_->is_complete(event); pause(looks)) require_alive(doing);
+  require_alive(doing);  // an abort ends what was waited for, too
 }
 
 void Engine::drain() {
@@ -270,7 +270,6 @@ void Engine::drain() {
   }
   for (const auto& operation : flying) block_until(operation->done.get(), operation->title());
   collect_complete();
-  // An abort ends what was waited for, too.
   require_alive("the end of the body");
 }
 
