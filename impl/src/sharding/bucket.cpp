@@ -17,10 +17,4 @@ bool Bucket::trains(const std::string& parameter) const {
       members.begin());
 }
 
-bool Bucket::all_train() const {
-  for (const at::Tensor& view : views())
-    if (!view.requires_grad()) return false;
-  return true;
-}
-
 }  // namespace shardproof

@@ -27,8 +27,6 @@ class Bucket {
 
   // Whether any parameter requires a gradient now; they may be frozen and thawed between steps, the same on every rank.
   bool trainable() const;
-  // Whether every one does. Otherwise the backward may still read parameters when all gradients have arrived.
-  bool all_train() const;
   bool trains(int64_t member) const { return views()[member].requires_grad(); }
   bool trains(const std::string& parameter) const;
 

@@ -300,14 +300,12 @@ void Unit::make_gradient(Bucket& bucket, int64_t member, const at::Tensor& dy, c
   at::Tensor place = bucket.gradient.place(member);
   const at::Tensor gradient = place.defined() ? at::mm_out(place, dy.t(), x) : dy.t().mm(x);
   bucket.gradient.add_gradient(member, gradient);
-  reshard_when_done();
 }
 
 void Unit::on_gradient(Bucket& bucket, int64_t member, const at::Tensor& gradient) {
   enter_backward();
   make_delayed(bucket, member);
   bucket.gradient.add_gradient(member, gradient);
-  reshard_when_done();
 }
 
 void UnitEvents::reached(uint64_t node) {
@@ -357,20 +355,8 @@ void UnitEvents::forget_calls() {
 void Unit::leave() {
   pass(Passage::left);
   schedule_.unit_left();
-  reshard_when_done();
-}
-
-bool Unit::complete() const {
-  for (const auto& bucket : buckets_)
-    if (!bucket->gradient.complete() || !bucket->all_train()) return false;
-  return !has_calls();
-}
-
-// A gradient arrives after the last use of its parameter, but a frozen parameter has none. What is on its way back, for a use
-// without gradients or because it was its turn, stays until the end.
-void Unit::reshard_when_done() {
-  if (!settings.reshard_after_backward || schedule_.makes_graph || residency() == Residency::gathering) return;
-  if (left() || complete()) reshard();
+  // What is on its way back, for a use without gradients or because it was its turn, stays until the end.
+  if (settings.reshard_after_backward && !schedule_.makes_graph && residency() != Residency::gathering) reshard();
 }
 
 void Unit::end_backward() {

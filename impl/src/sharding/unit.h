@@ -172,8 +172,6 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   void make_delayed(const Bucket& bucket, int64_t member);
   void make_gradient(Bucket& bucket, int64_t member, const at::Tensor& dy, const at::Tensor& x);
   void reshard_after_forward();
-  void reshard_when_done();
-  bool complete() const;
   bool has_graph() const;
   bool is_here(const at::Tensor& tensor) const;
   void watch_backward(const at::Tensor& output);
