@@ -39,6 +39,24 @@ class RootedImpl : public torch::nn::Module {
 };
 TORCH_MODULE(Rooted);
 
+// Calls a unit that was registered before it, then one of its own, and then perhaps a weight of its own.
+class CallerImpl : public torch::nn::Module {
+ public:
+  explicit CallerImpl(parity::Block other) : other_(std::move(other)) {
+    own_ = register_module("own", parity::Block(kWidth));
+    weight_ = register_parameter("weight", at::ones({kWidth}));
+  }
+  at::Tensor forward(at::Tensor x, bool weighs) {
+    x = call(own_, call(other_, x));
+    return weighs ? x * weight_ : x;
+  }
+
+ private:
+  parity::Block other_, own_{nullptr};
+  at::Tensor weight_;
+};
+TORCH_MODULE(Caller);
+
 // Runs `body(model, sharded)` on four blocks under one root over these ranks, and returns rank 0's calls.
 std::vector<TraceRecord> traced_run(int64_t world, ShardOptions options, const std::function<void(Rooted&, Sharded&)>& body) {
   auto trace = std::make_shared<Trace>();
@@ -163,6 +181,29 @@ TEST(Fsdp2Parity, a_unit_of_two_modules_one_never_called_trains_like_plain) {
     return Sharding(comms, plan.options).unit(own.module->children()).shard(own.module);
   };
   expect_trains_like_plain(make, plan);
+}
+
+// The other unit is gathered for its backward between that of the caller's own unit and the caller's end.
+TEST(Collectives, of_a_unit_that_ranks_use_in_part_start_when_its_backward_is_over) {
+  auto trace = std::make_shared<Trace>();
+  const auto run = [&](std::shared_ptr<MeshComm> comms) {
+    torch::nn::Sequential model;
+    const parity::Block other(kWidth);
+    const Caller caller(other);
+    model->push_back(other);
+    model->push_back("caller", caller);
+    ShardOptions options = block_units("zero3");
+    options.units = [](const std::string& name, const torch::nn::Module&) { return name == "0" || name.starts_with("caller"); };
+    Sharded sharded = fully_shard(model.ptr(), comms, options);
+    call(caller, toy::data({2, kWidth}, comms->rank()), comms->rank() == 0).square().sum().backward();
+  };
+  on_mesh(ranks(2), run, {}, trace);
+  const auto calls = [&](int64_t rank) {
+    std::vector<std::string> seen;
+    for (const TraceRecord& record : trace->of_rank(rank)) seen.push_back(record.call);
+    return seen;
+  };
+  EXPECT_EQ(calls(0), calls(1));
 }
 
 TEST(Fsdp2Parity, gathers_by_hand_run_beside_the_callers_own_collectives) {
