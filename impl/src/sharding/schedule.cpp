@@ -108,8 +108,10 @@ bool Schedule::reaches_parameters() const {
 
 void Schedule::begin_backward(uint64_t first) {
   if (phase_ != Phase::outside) return;
-  phase_ = Phase::backward;
   backward_task = torch::autograd::get_current_graph_task_id();
+  SHARD_REQUIRE(backward_task >= 0, "schedule",
+                "rank {}: a node of this model's graph was called by hand, outside of a backward. Call backward()", rank());
+  phase_ = Phase::backward;
   makes_graph = c10::GradMode::is_enabled();
   set_calls_aside(first, torch::autograd::get_current_graph_task_keep_graph());
   is_microbatch_ = reaches_parameters();
