@@ -292,7 +292,7 @@ def fully_shard(
 @functools.lru_cache(maxsize=None)
 def _with_methods(kind: type) -> type:
     """One class for each class, so that modules of one kind stay of one kind for who compiles or compares them."""
-    return type("FSDP" + kind.__name__, (FSDPModule, kind), {})
+    return type("FSDP" + kind.__name__, (FSDPModule, kind), {"_shardproof_plain": kind})
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -414,6 +414,11 @@ def shard_now(root: nn.Module) -> Sharded:
             ignored=list(ignored.values()) or None,
             **{**_values_of(root, places), **options},
         )
+        try:
+            shards = Shards(sharded, places)
+        except BaseException:
+            sharded.remove()
+            raise
     except BaseException:
         for each in places.values():
             each.hold(False)
@@ -423,7 +428,7 @@ def shard_now(root: nn.Module) -> Sharded:
         for trigger in request.triggers:
             trigger.remove()
         _around[module] = weakref.ref(sharded)
-    sharded.follow_shards(Shards(sharded, places))
+    sharded.follow_shards(shards)
     later = {id(request): request.later for request in requests.values()}
     for _, call in sorted((entry for entries in later.values() for entry in entries), key=lambda entry: entry[0]):
         call()

@@ -375,6 +375,8 @@ class Sharded:
         self._native = None
         for name in ("_shardproof_sharded", "zero_grad"):
             self.module.__dict__.pop(name, None)
+        for module in self.module.modules():
+            module.__class__ = getattr(type(module), "_shardproof_plain", type(module))
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if owner_of(parameter) is self:  # and was not assigned since
                 parameter.data = whole[name]

@@ -155,20 +155,23 @@ class Shards:
         views = {piece.name: piece.data for piece in sharded.main_parameters()}
         sizes = {name: views[name].numel() if name in views else 0 for name in self.first_names(sharded)}
         differ = [name for name, numel in sizes.items() if numel != self.by_name[name].local.numel()]
-        if sharded.comms.world.all_reduce(torch.tensor([len(differ)]), "max").item() > 0:
+        mains = {view.dtype for name, view in views.items() if view.dtype != self.by_name[name].local.dtype}
+        found = torch.tensor([len(differ), len(mains)])
+        resized, recast = sharded.comms.world.all_reduce(found, "max").tolist()
+        if resized > 0:
             raise _C.Error(
                 f"[fsdp] on rank {sharded.rank} shards of {len(differ)} parameters have other sizes than the optimizer's "
                 "memory: the strategy does not cut over dp_shard alone. Leave strategy out, or use shardproof.fully_shard"
+            )
+        if recast > 0:
+            raise _C.Error(
+                f"[fsdp] shards are what the optimizer updates, and Precision asks for main={', '.join(map(str, mains))} on "
+                f"rank {sharded.rank}. Leave main out, and cast the model before fully_shard"
             )
         for name, parameter in self.by_name.items():
             if name in views or parameter.view is None:
                 parameter.view = parameter.as_local(views.get(name))
         for parameter in self.every:
-            if parameter.view.dtype != parameter.local.dtype:
-                raise _C.Error(
-                    f"[fsdp] shards are what the optimizer updates, in {parameter.local.dtype}, and Precision asks for "
-                    f"{parameter.view.dtype}. Leave main out, and cast the model before fully_shard"
-                )
             # Who has a view of the shard from before sees what is trained. An assigned one may have another model's memory.
             if not parameter.is_assigned and _C.share_memory(parameter.local.detach(), parameter.view):
                 parameter.view = parameter.local

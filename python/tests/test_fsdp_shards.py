@@ -335,9 +335,17 @@ def test_what_would_be_lost_is_refused():
         model = shard(comm, Net(), strategy="ddp")
         with pytest.raises(shardproof.Error, match="a module within the outermost one was given options"):
             model(batch(0)[0])
-        model = fully_shard(Net(), mesh=shardproof.MeshComm(comm, "dp_shard=2"), strategy="ddp")
-        with pytest.raises(shardproof.Error, match="does not cut over dp_shard alone. Leave strategy out"):
-            model(batch(0)[0])
+        for options, message in (
+            (dict(strategy="ddp"), "does not cut over dp_shard alone. Leave strategy out"),
+            (dict(mp_policy=shardproof.Precision(main=torch.float64)), "Precision asks for main=torch.float64 on rank"),
+        ):
+            model = fully_shard(Net(), mesh=shardproof.MeshComm(comm, "dp_shard=2"), **options)
+            before = model.state_dict()
+            for _ in range(2):  # nor does it train without shards
+                with pytest.raises(shardproof.Error, match=message):
+                    model(batch(0)[0])
+            for name, value in model.state_dict().items():
+                assert isinstance(value, DTensor) and torch.equal(value.full_tensor(), before[name].full_tensor()), name
         model = Net()
         for part in (*model.blocks, model):
             axes = "dp_shard=2" if part is model else "dp_replicate=2,dp_shard=1"
@@ -374,6 +382,23 @@ def test_what_would_be_lost_is_refused():
         other.out.weight = other.inp.weight
         with pytest.raises(shardproof.Error, match="parameter weight was replaced by a DTensor of shape"):
             other(batch(0)[0])
+
+    shardproof.run_threads(2, body)
+
+
+def test_after_remove_a_model_is_plain_and_may_be_copied_and_sharded_again():
+    def body(comm):
+        model, plain = shard(comm, Net()), Net()
+        model(batch(0)[0])
+        values = whole(model)
+        shardproof.sharded_of(model).remove()
+        assert type(model) is Net and type(model.blocks[0]) is type(plain.blocks[0])
+        assert_same_bits(dict(copy.deepcopy(model).named_parameters()), values)
+        loss_of(shard(comm, model), batch(0)).backward()
+        plain.load_state_dict(values)
+        loss_of(plain, batch(0)).backward()
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), parameter.grad)
 
     shardproof.run_threads(2, body)
 
