@@ -8,7 +8,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from accelerate_kit import begin, leave, let_a_cpu_have_fsdp, model_of, samples
+from program_kit import begin, leave, let_a_cpu_have_fsdp, model_of, samples
 
 WHOSE, PRECISION, EXTRAS, SAVED, LOADED = sys.argv[1:]
 store = begin(WHOSE)

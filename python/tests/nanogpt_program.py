@@ -10,7 +10,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from accelerate_kit import join, leave
+from program_kit import join, leave
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.nn import functional as F

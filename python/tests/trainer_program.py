@@ -7,7 +7,7 @@ import json
 import sys
 
 import torch.distributed as dist
-from accelerate_kit import begin, leave, let_a_cpu_have_fsdp, model_of, samples
+from program_kit import begin, leave, let_a_cpu_have_fsdp, model_of, samples
 
 WHOSE, FOLDER, LOADED = sys.argv[1:]
 store = begin(WHOSE)

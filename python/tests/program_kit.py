@@ -1,4 +1,4 @@
-"""What accelerate_program.py and trainer_program.py share: ranks of one job, and a small model with its data."""
+"""What programs for other libraries share: ranks of one job, and a small model with its data."""
 
 import os
 import sys

@@ -1,0 +1,27 @@
+"""A program for Lightning's ModelParallelStrategy trains the same with this library, and each reads what the other has saved."""
+
+import json
+import os
+import sys
+
+import pytest
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.join(HERE, os.pardir, os.pardir, "ci", "tests"))
+
+pytest.importorskip("lightning")
+from peer_ranks import run_ranks  # noqa: E402
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_lightnings_model_parallel_strategy_trains_the_same_and_resumes_from_what_either_saved(precision, tmp_path):
+    theirs, ours, more = (tmp_path / name for name in ("theirs", "ours", "more"))
+
+    def run(whose, folder, loaded=""):
+        said = run_ranks(os.path.join(HERE, "lightning_program.py"), 2, [whose, precision, str(folder), str(loaded)])[0]
+        return json.loads(said.splitlines()[-1])
+
+    expected = run("theirs", theirs)
+    assert len(expected) == 24
+    assert run("ours", ours, theirs) == expected
+    assert run("theirs", more, ours) == expected
