@@ -2,19 +2,27 @@
 #
 # The wheel's own CMake package is not used: the wheel is a CUDA build, so that package demands a CUDA toolkit even
 # where nobody wants one, and it edits global flags. Headers and libtorch_cpu are all that the CPU parts need.
+
+# The versions that this library builds with. pyproject.toml's dependencies are read off here, too. What is installed goes with
+# the version that it was built with.
+if(NOT SHARDPROOF_TORCH_VERSIONS)
+  set(SHARDPROOF_TORCH_VERSIONS 2.11 2.12 2.13 2.14 2.15)
+endif()
+
 file(GLOB _torch_candidates "${SHARDPROOF_VENV}/lib/python3.*/site-packages/torch")
 list(LENGTH _torch_candidates _torch_count)
 if(NOT _torch_count EQUAL 1)
   message(FATAL_ERROR "[LibTorch] expected one torch under ${SHARDPROOF_VENV}/lib/python3.*/site-packages, found "
-                      "${_torch_count}. Run ci/setup, or set -DSHARDPROOF_VENV=DIR to an environment with torch==2.11.*")
+                      "${_torch_count}. Run ci/setup, or set -DSHARDPROOF_VENV=DIR to an environment with torch")
 endif()
 set(SHARDPROOF_TORCH_DIR "${_torch_candidates}")
 
 file(STRINGS "${SHARDPROOF_TORCH_DIR}/version.py" _torch_version_line REGEX "^__version__")
 string(REGEX MATCH "[0-9]+\\.[0-9]+" SHARDPROOF_TORCH_VERSION "${_torch_version_line}")
-if(NOT SHARDPROOF_TORCH_VERSION VERSION_EQUAL 2.11)
-  message(FATAL_ERROR "[LibTorch] expected torch 2.11, found ${SHARDPROOF_TORCH_VERSION} in ${SHARDPROOF_TORCH_DIR}. "
-                      "Run ci/setup, or install torch==2.11.* there")
+if(NOT SHARDPROOF_TORCH_VERSION IN_LIST SHARDPROOF_TORCH_VERSIONS)
+  list(JOIN SHARDPROOF_TORCH_VERSIONS ", " _torch_versions)
+  message(FATAL_ERROR "[LibTorch] expected torch ${_torch_versions}, found ${SHARDPROOF_TORCH_VERSION} in "
+                      "${SHARDPROOF_TORCH_DIR}. Run ci/setup, or install one of them there")
 endif()
 
 add_library(shardproof_torch INTERFACE)

@@ -12,5 +12,6 @@ set_target_properties(${_files} PROPERTIES INSTALL_RPATH "$ORIGIN;$ORIGIN/../tor
 set_target_properties(shardproof_command PROPERTIES
   INSTALL_RPATH "$ORIGIN/..;$ORIGIN/../../torch/lib;${SHARDPROOF_TORCH_DIR}/lib" INSTALL_RPATH_USE_LINK_PATH ON)
 install(TARGETS ${_files} LIBRARY DESTINATION shardproof COMPONENT python)
+install(FILES "${CMAKE_BINARY_DIR}/python/shardproof/_built_for.py" DESTINATION shardproof COMPONENT python)
 install(TARGETS shardproof_command RUNTIME DESTINATION shardproof/bin COMPONENT python)
 add_custom_target(shardproof_package DEPENDS ${_files} shardproof_command)

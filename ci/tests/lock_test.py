@@ -15,8 +15,12 @@ def pinned(requirement, digit):
 TORCH = pinned("torch==2.11.0", "a")
 PINNED = TORCH + pinned("numpy==2.4.6 ; python_full_version < '3.12'", "b") + \
     pinned("numpy==2.5.5 ; python_full_version >= '3.12'", "c")
-CLEAN = {"run.in": "# What a build needs.\ntorch==2.11.*\nnumpy\n", "run.lock": "# A lock.\n" + PINNED}
-for other in ("cuda", "docs", "mutants", "peers", "tools", "zoo"):
+CLEAN = {"run.in": "# What a build needs.\ntorch\nnumpy\n", "cuda.in": "some_tool\n"}
+for torch in lock.TORCHES:
+    CLEAN[f"torch-{torch}.in"] = f"torch=={torch}.*\nsome_tool==1.*\n"
+    CLEAN[f"run-{torch}.lock"] = "# A lock.\n" + PINNED.replace("torch==2.11.", f"torch=={torch}.")
+    CLEAN[f"cuda-{torch}.lock"] = pinned("some-tool==1.2", "d")
+for other in ("docs", "mutants", "peers", "tools", "zoo"):
     CLEAN[other + ".in"] = "some_tool==1.*\n"
     CLEAN[other + ".lock"] = pinned("some-tool==1.2", "d")
 
@@ -33,14 +37,23 @@ class Lock(unittest.TestCase):
 
     def test_a_package_that_is_not_locked_is_found(self):
         self.assertEqual(self.found({"run.in": CLEAN["run.in"] + "transformers\n"}),
-                         ["run.lock has no transformers, which run.in asks for. Run ci/lock"])
+                         [f"run-{torch}.lock has no transformers, which run.in asks for. Run ci/lock"
+                          for torch in lock.TORCHES])
+
+    def test_a_lock_of_another_torch_is_found(self):
+        self.assertEqual(self.found({"run-2.15.lock": CLEAN["run-2.11.lock"]}),
+                         ["run-2.15.lock has another torch than torch-2.15.in asks for. Run ci/lock"])
+
+    def test_what_the_lock_has_beside_which_another_is_installed_need_not_be_in_that_one(self):
+        both = CLEAN["run-2.15.lock"] + CLEAN["cuda-2.15.lock"]
+        self.assertEqual(self.found({"run-2.15.lock": both, "cuda-2.15.lock": "# A lock.\n"}), [])
 
     def test_a_package_without_a_checksum_is_found(self):
         self.assertEqual(self.found({"docs.lock": "some-tool==1.2\n"}), ["docs.lock: some-tool has no version or no SHA-256"])
 
     def test_a_package_of_which_one_line_lacks_a_checksum_is_found(self):
         cut = PINNED[:PINNED.index("numpy==2.5.5")] + "numpy==2.5.5 ; python_full_version >= '3.12'\n"
-        self.assertEqual(self.found({"run.lock": cut}), ["run.lock: numpy has no version or no SHA-256"])
+        self.assertEqual(self.found({"run-2.11.lock": cut}), ["run-2.11.lock: numpy has no version or no SHA-256"])
 
     def test_a_lock_that_names_an_index_is_found(self):
         for line in ("--index-url https://index.example/simple", "--find-links wheels"):
@@ -48,8 +61,8 @@ class Lock(unittest.TestCase):
                              ["tools.lock names an index; it has to serve all of them"])
 
     def test_a_package_that_pip_would_be_given_twice_is_found(self):
-        self.assertEqual(self.found({"cuda.lock": CLEAN["cuda.lock"] + TORCH}),
-                         ["torch is in cuda.lock and in run.lock; both are installed, and must not differ"])
+        self.assertEqual(self.found({"cuda-2.11.lock": CLEAN["cuda-2.11.lock"] + TORCH}),
+                         ["torch is in cuda-2.11.lock and in run-2.11.lock; both are installed, and must not differ"])
 
     def test_what_always_holds_is_left_out_of_markers(self):
         always = "python_full_version < '3.15' and sys_platform == 'linux'"

@@ -63,11 +63,10 @@ __all__ = [*_HOME_OF, "check", "fsdp"]  # noqa: PLE0604
 def _open_library():
     import torch  # loads the libraries that the extension module needs
 
-    if not torch.__version__.startswith("2.11."):
-        raise ImportError(
-            f"shardproof was built for torch 2.11, and torch {torch.__version__} is installed. Install torch==2.11.*"
-        )
     try:
+        built_for = _importlib.import_module("._built_for", __name__).TORCH
+        if not torch.__version__.startswith(built_for + "."):
+            raise ImportError(f"it was built for torch {built_for}, and torch {torch.__version__} is installed")
         return _importlib.import_module("._C", __name__)
     except ImportError as error:
         raise ImportError(

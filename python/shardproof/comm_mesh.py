@@ -12,6 +12,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
+from .torch_private import under_new_names
 
 _number = itertools.count(1)
 _known: "weakref.WeakKeyDictionary[_C.Comm, dict[str, DeviceMesh]]" = weakref.WeakKeyDictionary()
@@ -23,6 +24,7 @@ def _done(result: Any) -> Any:
     return c10d._create_work_from_future(future)
 
 
+@under_new_names
 class CommGroup(dist.ProcessGroup):
     """The ranks of a `Comm`, as the collectives of DTensors call them. Sums are taken in rank order."""
 

@@ -27,7 +27,8 @@ from .sharded import Sharded, sharded_of
 from .sharding import fully_shard as _fully_shard
 from .shard_parameter import comms_of, cut_of
 from .shards import Places, Shards
-from .units import Unit, uncompiled
+from .torch_private import uncompiled
+from .units import Unit
 
 
 class _Request:

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from . import _C
 from .ranks import default_comm, mesh_comm
+from .torch_private import local_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Parameter:
         self.tensor_parallel = given._spec if isinstance(given, DTensor) else None
         self.dim = dim
         self.cut = cut
-        rows_first = _local(given).detach().movedim(dim, 0)
+        rows_first = local_of(given).detach().movedim(dim, 0)
         rows, self.shape = rows_first.shape[0], rows_first.shape  # as the engine has it
         each = -(-rows // cut.ranks)
         self.begin, self.end = min(cut.rank * each, rows), min((cut.rank + 1) * each, rows)
@@ -183,10 +184,6 @@ class _Used(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         return gradient.movedim(ctx.dim, 0), None, None
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _spec_of(given: torch.Tensor, cut: Cut, dim: int) -> DTensorSpec:

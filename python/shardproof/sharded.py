@@ -15,7 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import _C
 from .module_state import with_tensors
-from .units import UnitHooks, uncompiled
+from .torch_private import uncompiled
+from .units import UnitHooks
 
 Piece = _C.Piece
 UnitHandle = _C.UnitHandle

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from . import _C
+from .torch_private import local_of
 
 # How a step is computed, and not what: an optimizer keeps its own, whoever saved the checkpoint.
 _OF_THE_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
@@ -86,7 +87,7 @@ class TorchState:
                 numbers = {what: (value, model[what]) for what, value in scalars.items()}
                 at = 0
                 for parameter in self.pieces.get(name, []):
-                    end = at + _local(parameter).numel()
+                    end = at + local_of(parameter).numel()
                     state: "dict[str, Any]" = {what: _number_as(*number) for what, number in numbers.items()}
                     state.update({what: _like(parameter, whole[at:end]) for what, whole in tensors.items()})
                     self.optimizer.state.pop(parameter, None)
@@ -128,7 +129,7 @@ class TorchState:
                         f"[checkpoint] rank {self.sharded.rank}: the state '{what}' that {self.kind.__name__} keeps of {name} "
                         "has neither one value for each element of the parameter nor one number, so it cannot be saved"
                     )
-            flat = [_local(value.detach()).contiguous().view(-1) for value in values]
+            flat = [local_of(value.detach()).contiguous().view(-1) for value in values]
             tensors[what] = flat[0] if len(flat) == 1 else torch.cat(flat)
         return tensors, scalars
 
@@ -166,13 +167,8 @@ def bare_step(kind: type) -> Callable:
     return step
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a DTensor, and other tensors as they are."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
 def _like(parameter: nn.Parameter, flat: torch.Tensor) -> torch.Tensor:
-    values = flat.view(_local(parameter).shape)
+    values = flat.view(local_of(parameter).shape)
     return type(parameter)(values, parameter._spec, requires_grad=False) if hasattr(parameter, "_local_tensor") else values
 
 

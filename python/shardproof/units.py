@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import operator
 from typing import Any, Callable, Iterable, Optional, Sequence, Union
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy, set_eval_frame
 from torch.utils import _pytree
 
 from . import _C
 from .recompute import Again
+from .torch_private import uncompiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,22 +279,6 @@ def tensors_of(value: Any) -> "list[torch.Tensor]":
 
     map_tensors(value, keep)
     return found
-
-
-def uncompiled(function: Callable) -> Callable:
-    """A function of which, and below which, torch.compile sees nothing."""
-
-    @functools.wraps(function)
-    def plainly(*args: Any, **kwargs: Any) -> Any:
-        before = set_eval_frame(None)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            set_eval_frame(before)
-
-    # As torch._dynamo.disable, which takes a second to import.
-    set_code_exec_strategy(plainly.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
-    return plainly
 
 
 class UnitHooks:

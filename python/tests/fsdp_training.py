@@ -220,7 +220,12 @@ def a_closure_that_runs_several_times(lib):
         value.backward()
         return value
 
-    return [float(optimizer.step(closure)) for _ in range(2)]
+    try:
+        return [float(optimizer.step(closure)) for _ in range(2)]
+    except RuntimeError as error:  # DTensors of newer torch cannot be flattened, which this optimizer does
+        if "would remove or reshape sharded dimension" not in str(error):
+            raise
+        return str(error)
 
 
 def muon_beside_adamw(lib):

@@ -338,6 +338,21 @@ def test_statistics_results_and_inputs_are_compared(what):
     assert report.loose == 0, str(report)
 
 
+def test_a_campaign_of_which_no_case_was_judged_is_an_error():
+    def parallelize(model, mesh):
+        if dist.get_backend() == "threaded":
+            raise ValueError("no threads")
+        return replicas("")(model, mesh)
+
+    said = "of 2 cases none could be judged.*2 failed under the threaded group alone\nraised.*no threads"
+    with pytest.raises(RuntimeError, match=said):
+        check(parallelize, *PLAIN, cases=2, load=False, no_sync=False)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "shardproof.check", "--engine", "torch-ddp", "--cases", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert ended.returncode == 2 and "of 0 cases none could be judged" in ended.stderr, ended.stdout + ended.stderr
+
+
 @pytest.mark.parametrize("which", ["make_model", "make_batch", "loss"])
 def test_what_the_callers_own_functions_raise_is_no_counterexample(which):
     def fails(*_, **__):

@@ -1,4 +1,4 @@
-"""A program for Lightning's ModelParallelStrategy trains the same with this library, and each reads what the other has saved."""
+"""A program for Lightning's ModelParallelStrategy trains the same with this library. Each loads what the other has saved."""
 
 import json
 import os

@@ -77,6 +77,12 @@ def test_the_command_is_there():
     assert done.returncode == 0 and "verify" in done.stdout, done.stdout + done.stderr
 
 
+def test_a_torch_that_it_was_not_built_for_is_refused(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.9.1")
+    with pytest.raises(ImportError, match=r"built for torch 2\.1\d, and torch 2\.9\.1 is installed\. Install the package"):
+        shardproof._open_library()
+
+
 def test_importing_the_package_opens_no_library():
     code = (
         "import sys, shardproof; assert 'torch' not in sys.modules and shardproof.__version__; shardproof.Error; import torch"

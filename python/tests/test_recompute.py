@@ -374,3 +374,17 @@ def test_a_recomputed_unit_gets_each_argument_in_its_place():
         return torch.tanh(self.linear(x) * scale + shift * pair[0] / pair[1])
 
     check(chain(run, each), square, [Block], strategy="zero3", recompute=True)
+
+
+@pytest.mark.skipif(not hasattr(torch.autograd.graph, "node_creation_hook"), reason="this torch has no hooks of new nodes")
+def test_hooks_of_new_nodes_are_called_in_a_recomputed_forward_too():
+    def body(comm):
+        model = shardproof.fully_shard(nn.Sequential(nn.Linear(3, 3)), comm, units=[shardproof.Unit(nn.Linear, recompute=True)])
+        made = []
+        with torch.autograd.graph.node_creation_hook(lambda node: made.append(node.name())):
+            loss = model(torch.ones(2, 3)).sum()
+            before = made.count("AddmmBackward0")
+            loss.backward()
+        return before, made.count("AddmmBackward0")
+
+    assert shardproof.run_threads(1, body) == [(1, 2)]

@@ -14,13 +14,12 @@ namespace shardproof::direct {
 namespace {
 
 using torch::autograd::AutogradContext;
-using torch::autograd::Node;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
 // A backward gets a tensor that a keeper of saved tensors kept as another tensor, which shares the accumulator of gradients.
 at::Tensor parameter_of(const at::Tensor& saved) {
-  const std::shared_ptr<Node> accumulator = torch::autograd::impl::try_get_grad_accumulator(saved);
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(saved);
   const auto* of_parameter = dynamic_cast<const torch::autograd::AccumulateGrad*>(accumulator.get());
   return of_parameter ? of_parameter->variable : saved;
 }
@@ -33,7 +32,7 @@ GradientTaker* taker_of(const at::Tensor& weight) {
 // Whether a program looks at the gradient before it is taken over.
 bool has_hooks(const at::Tensor& weight) {
   if (!torch::autograd::impl::hooks(parameter_of(weight)).empty()) return true;
-  const std::shared_ptr<Node> accumulator = torch::autograd::impl::try_get_grad_accumulator(weight);
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(weight);
   return accumulator && (!accumulator->post_hooks().empty() || !accumulator->pre_hooks().empty() ||
                          !accumulator->tensor_pre_hooks().empty());
 }
@@ -41,7 +40,7 @@ bool has_hooks(const at::Tensor& weight) {
 // Autograd adds up what comes through several edges, in an order of its own. Edges keep the accumulator, and a backward keeps
 // its graph, so none of them is missed. Those of other graphs that are alive count, too.
 bool has_one_edge(const at::Tensor& weight) {
-  const std::shared_ptr<Node> accumulator = torch::autograd::impl::try_get_grad_accumulator(weight);
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(weight);
   return accumulator.use_count() == 2;  // the edge's, and this one
 }
 

@@ -12,8 +12,9 @@ namespace {
 
 using torch::autograd::Engine;
 using torch::autograd::GraphTask;
-using torch::autograd::Node;
 using torch::autograd::SavedVariableHooks;
+// What owns a node is a std::shared_ptr or a c10::intrusive_ptr, as the version of torch has it.
+using NodePtr = decltype(torch::autograd::Edge::function);
 
 // It runs nothing itself, so it has no threads.
 class AskingEngine final : public Engine {
@@ -31,14 +32,17 @@ class AskingEngine final : public Engine {
                                          const torch::autograd::edge_list& outputs) override {
     return before_.execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
   }
-  c10::intrusive_ptr<at::ivalue::Future> execute_with_graph_task(const std::shared_ptr<GraphTask>& task,
-                                                                 std::shared_ptr<Node> root,
+  c10::intrusive_ptr<at::ivalue::Future> execute_with_graph_task(const std::shared_ptr<GraphTask>& task, NodePtr root,
                                                                  torch::autograd::InputBuffer&& buffer) override {
     return before_.execute_with_graph_task(task, std::move(root), std::move(buffer));
   }
+#if __has_include(<torch/csrc/autograd/node_creation_hook.h>)  // since torch 2.15 or shortly before
+  std::vector<std::unique_ptr<torch::autograd::NodeCreationHook>> get_node_creation_hooks() override {
+    return before_.get_node_creation_hooks();
+  }
+#endif
   std::unique_ptr<torch::autograd::AnomalyMetadata> make_anomaly_metadata() override { return before_.make_anomaly_metadata(); }
-  void thread_on_exception(const std::shared_ptr<GraphTask>& task, const std::shared_ptr<Node>& node,
-                           std::exception& error) override {
+  void thread_on_exception(const std::shared_ptr<GraphTask>& task, const NodePtr& node, std::exception& error) override {
     before_.thread_on_exception(task, node, error);
   }
 

@@ -135,25 +135,12 @@ TEST(CommThreads, waiting_twice_or_for_a_copy_changes_nothing) {
 
 namespace {
 
-// Identity whose backward runs a function.
-struct OnBackward : torch::autograd::Node {
-  std::function<void()> action;
-  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
-    action();
-    return std::move(gradients);
-  }
-};
-
 // Runs `action` in the middle of a backward pass; returns the gradient of sum(3 * x).
 at::Tensor backward_with(const std::function<void()>& action) {
   const at::Tensor x = at::ones({2}).requires_grad_();
-  at::Tensor product = x * 3;
-  auto node = std::make_shared<OnBackward>();
-  node->action = action;
-  node->set_next_edges(torch::autograd::collect_next_edges(product));
-  at::Tensor tapped = product.detach();
-  torch::autograd::create_gradient_edge(tapped, node);
-  torch::autograd::backward({tapped.sum()}, {});
+  const at::Tensor product = x * 3;
+  product.register_hook([&](const at::Tensor&) { action(); });
+  torch::autograd::backward({product.sum()}, {});
   return x.grad();
 }
 

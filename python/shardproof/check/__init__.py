@@ -13,7 +13,7 @@ from typing import Any, Callable, Mapping, Sequence
 from .draw import Draw, parse_line
 from .verdict import Verdict
 from .plan import Subject
-from .runner import Counterexample, Report, crew_of, run_cases
+from .runner import Counterexample, Report, crew_of, require_judged, run_cases
 from .train import Sharded
 from .verdict import Verdict
 
@@ -74,6 +74,11 @@ def check(
     -------
     Report
         `report.ok` says whether all held; `print(report)` shows counts and counterexamples with a line that replays each.
+
+    Raises
+    ------
+    RuntimeError
+        Where the plain model fails, or no case could be judged.
     """
     if isinstance(parallelize, Subject):
         subject = parallelize
@@ -88,7 +93,9 @@ def check(
         subject = Subject(parallelize, make_model, make_batch, loss, **settings)
     if replay is not None:
         return replay_line(subject, replay, ranks)
-    return run_cases(subject, cases, seed, jobs, ranks, stop_after, budget)
+    report = run_cases(subject, cases, seed, jobs, ranks, stop_after, budget)
+    require_judged(report)
+    return report
 
 
 def replay_line(subject: Subject, line: str, ranks: str = "processes") -> Verdict:

@@ -36,15 +36,19 @@ def main() -> int:
             print(f"rank {rank}:\n{trace}")
         return int(verdict.bad)
     start = time.process_time()
-    report = check(
-        subject,
-        cases=arguments.cases,
-        seed=arguments.seed,
-        jobs=arguments.jobs,
-        ranks=arguments.ranks or "threads",
-        stop_after=arguments.stop_after,
-        budget=arguments.seconds,
-    )
+    try:
+        report = check(
+            subject,
+            cases=arguments.cases,
+            seed=arguments.seed,
+            jobs=arguments.jobs,
+            ranks=arguments.ranks or "threads",
+            stop_after=arguments.stop_after,
+            budget=arguments.seconds,
+        )
+    except RuntimeError as error:
+        print(f"shardproof.check: {error}", file=sys.stderr)
+        return 2
     print(report)
     for number, failure in enumerate(report.failures):
         if arguments.scripts and failure.script:

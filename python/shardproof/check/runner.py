@@ -41,6 +41,11 @@ class Report(Counts):
         return not self.failures and self.blind == 0 and self.held > 0
 
     @property
+    def judged(self) -> int:
+        """How many cases say something about the subject."""
+        return self.held + len(self.failures) + sum(self.known.values()) + sum(self.refused.values())
+
+    @property
     def values(self) -> int:
         """How many values were compared."""
         return self.compared
@@ -78,10 +83,9 @@ class Report(Counts):
         lines += [f"  known {count} times: {why}" for why, count in sorted(self.known.items())]
         lines += [f"  only under the threaded group: {v.kind} {v.where}: {v.line}" for v in self.threads_only]
         lines += [str(failure) for failure in self.failures]
-        counted = self.held + len(self.failures) + sum(self.known.values()) + sum(self.refused.values())
-        says = "ALL HELD" if self.ok and self.held == counted else "FAILED" if self.failures else "HELD"
+        says = "ALL HELD" if self.ok and self.held == self.judged else "FAILED" if self.failures else "HELD"
         took = f"in {self.seconds:.1f} s ({rate:.0f} cases a minute)"
-        lines.append(f"{says}: {self.held} of {counted} cases held, {took}")
+        lines.append(f"{says}: {self.held} of {self.judged} cases held, {took}")
         return "\n".join(lines)
 
 
@@ -158,6 +162,17 @@ def run_cases(
         for crew in crews:
             crew.stop()
     return report
+
+
+def require_judged(report: Report) -> None:
+    """Raises where no case says anything, which is not the same as that all held."""
+    if not report.judged:
+        alone = report.threads_only
+        raise RuntimeError(
+            f"of {report.cases} cases none could be judged: {report.diverged} diverged without sharding, and "
+            f"{report.cases - report.diverged} failed under the threaded group alone"
+            + "".join(f"\n{v.kind} [{v.where}] {v.line}: {v.message}" for v in alone)
+        )
 
 
 def _side_by_side(jobs: list[Callable[[], None]], over: threading.Event) -> None:

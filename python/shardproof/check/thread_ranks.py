@@ -14,9 +14,9 @@ import time
 import traceback
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from ..torch_private import threaded_group
 from .case import Trial
 from .verdict import Failure, Verdict, failure_of
 
@@ -65,13 +65,7 @@ class ThreadRanks:
     """Runs cases on threads of this process. After a hang this process is of no use any more: `broken` says so."""
 
     def __init__(self) -> None:
-        from torch.testing._internal.distributed import multi_threaded_pg
-
-        torch._C._distributed_c10d._set_thread_isolation_mode(True)
-        world = multi_threaded_pg._install_threaded_pg()
-        world.comms = []  # torch 2.11's destroy_process_group reads it, and its threaded world lacks it
-        self.group = multi_threaded_pg.ProcessLocalGroup
-        self.group._device_types = [torch.device("cpu")]  # loading a whole state dict reads it, and it is empty
+        self.group = threaded_group()
         self.done: queue.Queue = queue.Queue()
         self.ranks: list[_Rank] = []
         self.task = 0

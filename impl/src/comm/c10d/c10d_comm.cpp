@@ -18,6 +18,9 @@
 #include "testing/comm/collective_plan.h"
 #include "testing/device/streams.h"
 
+// Newer torch has new names for some collectives. The old ones, which torch 2.11 has, do the same there.
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+
 namespace shardproof {
 namespace {
 

@@ -1,0 +1,63 @@
+"""Names of torch that are not public and that several files use, or that differ between the versions of torch.
+
+It needs PyTorch alone, as `shardproof.check` does.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any, Callable
+
+import torch
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy, set_eval_frame
+
+# Collectives of a process group in torch 2.11, and what newer torch calls them.
+RENAMED = {
+    "_allgather_base": "all_gather_single",
+    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+}
+
+
+def under_new_names(group: type) -> type:
+    """A class of process groups, whose collectives newer torch finds, too."""
+    for old, new in RENAMED.items():
+        setattr(group, new, getattr(group, old))
+    return group
+
+
+def threaded_group() -> type:
+    """Makes ranks of torch.distributed threads of this process, and returns the class of their process groups."""
+    from torch.testing._internal.distributed import multi_threaded_pg
+
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # newer torch's recorder cannot be attached to groups that Python implements
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    world = multi_threaded_pg._install_threaded_pg()
+    if not hasattr(world, "comms"):
+        world.comms = []  # torch 2.11's destroy_process_group reads it, and its threaded world lacks it
+    group = multi_threaded_pg.ProcessLocalGroup
+    group._device_types = [torch.device("cpu")]  # loading a whole state dict reads it, and it is empty
+    return group
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a DTensor, and other tensors as they are."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def uncompiled(function: Callable) -> Callable:
+    """A function of which, and below which, torch.compile sees nothing."""
+
+    @functools.wraps(function)
+    def plainly(*args: Any, **kwargs: Any) -> Any:
+        before = set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_eval_frame(before)
+
+    # As torch._dynamo.disable, which takes a second to import.
+    set_code_exec_strategy(plainly.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+    return plainly
