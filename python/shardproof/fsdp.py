@@ -171,11 +171,34 @@ class FSDPModule:
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Do nothing, since the library asks for registered memory itself. FSDP2 has the name."""
 
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Do nothing, since the library asks for registered memory itself. FSDP2 has the name since torch 2.15."""
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Do nothing: which communicator sums take changes no value. FSDP2 has the name since torch 2.15."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Do nothing: ``bytes_in_flight_max`` of `fully_shard` bounds sums under way. FSDP2 has the name since torch 2.15."""
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Do nothing, since each rank may use parameters that others do not. FSDP2 has the name since torch 2.15.
+
+        What no rank's backward has reached has no gradient, where FSDP2 then has zeros.
+        """
+
     def reset_iter_state(self) -> None:
         """Go on after an exception in a forward or backward, on every rank, without gradients that are not in ``.grad`` yet."""
         sharded = self._shardproof_handle()
         sharded.shards.reset()
         sharded.zero_gradients()
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        way_out = "Call set_requires_gradient_sync(False) before each backward but the last one"
+        raise _not_offered("set_manual_backward_finalization", way_out)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        way_out = "Call set_reshard_after_forward(False) and set_reshard_after_backward(False)"
+        raise _not_offered("set_keep_unsharded_storage", way_out)
 
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
         raise _not_offered("set_all_reduce_hook", "Change .grad after the backward, or in a hook of each parameter")

@@ -217,6 +217,11 @@ def as_precision(precision: Any) -> Optional[Precision]:
     if precision is None or isinstance(precision, Precision):
         return precision
     if hasattr(precision, "param_dtype"):
+        if getattr(precision, "param_dtype_override_fn", None) is not None:
+            raise _C.Error(
+                "[fully_shard] a MixedPrecisionPolicy has a param_dtype_override_fn, which is not offered. Make modules whose "
+                "parameters keep their dtype units of their own, with another policy"
+            )
         return Precision(
             compute=precision.param_dtype,
             reduce=precision.reduce_dtype or precision.param_dtype,

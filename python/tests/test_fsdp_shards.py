@@ -1,6 +1,7 @@
 """Parameters and gradients that are DTensors between uses, where FSDP2 has no answer to compare with."""
 
 import copy
+import types
 
 import pytest
 import torch
@@ -356,11 +357,20 @@ def test_what_would_be_lost_is_refused():
         model = shard(comm, Net())
         with pytest.raises(shardproof.Error, match="deepcopy of a sharded model is not offered"):
             copy.deepcopy(model)
-        for name in ("set_all_reduce_hook", "set_custom_all_gather", "set_custom_reduce_scatter"):
+        newer = ("set_manual_backward_finalization", "set_keep_unsharded_storage")
+        for name in (*newer, "set_all_reduce_hook", "set_custom_all_gather", "set_custom_reduce_scatter"):
             with pytest.raises(shardproof.Error, match=f"{name} is not offered. "):
                 getattr(model, name)(None)
         model.set_force_sum_reduction_for_comms(True)
         model.set_allocate_memory_from_process_group_for_comm(True)
+        model.set_symm_mem_for_comm()
+        model.set_separate_reduce_scatter_group()
+        model.set_reduce_scatter_max_input_buffers(2)
+        model.set_reduce_scatter_unused_params(True)
+        policy = types.SimpleNamespace(**vars(shardproof.fsdp.MixedPrecisionPolicy()), param_dtype_override_fn=lambda p: None)
+        other = shard(comm, Net(), mp_policy=policy)
+        with pytest.raises(shardproof.Error, match="has a param_dtype_override_fn, which is not offered"):
+            other(batch(0)[0])
         loss_of(model, batch(0)).backward()
         with pytest.raises(shardproof.Error, match="set_requires_all_reduce is of the whole model"):
             model.blocks[0].set_requires_all_reduce(False)
