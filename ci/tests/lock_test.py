@@ -1,5 +1,8 @@
 """The locks of Python packages fit what is asked for, and ci/lock --check finds each way in which they could fail to."""
 import os
+import shutil
+import subprocess
+import tempfile
 import unittest
 
 from scratch import CI, judged, load
@@ -47,6 +50,13 @@ class Lock(unittest.TestCase):
     def test_what_the_lock_has_beside_which_another_is_installed_need_not_be_in_that_one(self):
         both = CLEAN["run-2.15.lock"] + CLEAN["cuda-2.15.lock"]
         self.assertEqual(self.found({"run-2.15.lock": both, "cuda-2.15.lock": "# A lock.\n"}), [])
+
+    def test_a_set_up_begins_where_there_is_no_environment_yet(self):
+        with tempfile.TemporaryDirectory() as root:
+            shutil.copytree(CI, os.path.join(root, "ci"))
+            done = subprocess.run([os.path.join(root, "ci", "setup"), "--debian"], capture_output=True, text=True)
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        self.assertIn("set-up complete", done.stdout)
 
     def test_a_package_without_a_checksum_is_found(self):
         self.assertEqual(self.found({"docs.lock": "some-tool==1.2\n"}), ["docs.lock: some-tool has no version or no SHA-256"])
