@@ -18,7 +18,7 @@ def read(path, pattern):
 
 
 def dynamic_metadata(field, settings=None, project=None):
-    """What scikit-build-core calls. `sys.prefix` is the environment even where pip builds in isolation."""
+    """What scikit-build-core calls. Under pip `sys.prefix` is the environment even where the build is isolated."""
     supported = read(os.path.join(ROOT, "cmake/LibTorch.cmake"), r"set\(SHARDPROOF_TORCH_VERSIONS ([\d. ]+)\)").split()
     files = glob(sys.prefix + "/lib/python3.*/site-packages/torch/version.py")
     found = read(files[0], r"^__version__ = '([^']+)'") if files else "none"

@@ -51,6 +51,7 @@ class Lock(unittest.TestCase):
         both = CLEAN["run-2.15.lock"] + CLEAN["cuda-2.15.lock"]
         self.assertEqual(self.found({"run-2.15.lock": both, "cuda-2.15.lock": "# A lock.\n"}), [])
 
+    @unittest.skipUnless(shutil.which("apt-get"), "this is not Debian")
     def test_a_set_up_begins_where_there_is_no_environment_yet(self):
         with tempfile.TemporaryDirectory() as root:
             shutil.copytree(CI, os.path.join(root, "ci"))

@@ -198,7 +198,6 @@ TEST(ShardingErrors, a_graph_from_before_the_step_is_refused) {
   });
 }
 
-// Of all ranks at the same point: early, in the middle, or when everything was reduced already.
 TEST(ShardingErrors, a_node_that_is_called_by_hand_is_refused_and_training_goes_on) {
   toy::on_ranks(2, [](std::shared_ptr<MeshComm> comms) {
     toy::Net net(toy::NetImpl::Options{});
@@ -211,6 +210,7 @@ TEST(ShardingErrors, a_node_that_is_called_by_hand_is_refused_and_training_goes_
   });
 }
 
+// Of all ranks at the same point: early, in the middle, or when everything was reduced already.
 TEST(ShardingErrors, a_backward_that_failed_is_forgotten_and_training_goes_on_with_the_same_bits) {
   enum class Fails { nowhere, at_the_loss, between_units, at_the_input };
   const auto train = [](const char* name, Fails where) {

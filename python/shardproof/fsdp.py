@@ -307,6 +307,7 @@ def fully_shard(
         ),
     )
     for each in modules:
+        _around.pop(each, None)
         _noted[each] = request
         _first_of[each] = request.modules[0]
         each.__class__ = _with_methods(type(each))
@@ -441,11 +442,12 @@ def shard_now(root: nn.Module) -> Sharded:
         try:
             shards = Shards(sharded, places)
         except BaseException:
-            sharded.remove()
+            sharded._let_go()
             raise
     except BaseException:
         for each in places.values():
             each.hold(False)
+            each.make_wholes()  # without memory
         raise
     for module, request in noted:
         del _noted[module]

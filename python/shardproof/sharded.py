@@ -371,18 +371,22 @@ class Sharded:
         whole = dict(self._alive().gather_parameters())
         if self.shards is not None:
             self.shards.restore()
+        for name in self._let_go():
+            self.module.get_parameter(name).data = whole[name]
+        return self.module
+
+    def _let_go(self) -> "list[str]":
+        """End the engine on this rank, and return the names of the parameters that it had. What they hold stays as it is."""
         for hooks in self._hooks:
             hooks.remove()
         self._native = None
         for name in ("_shardproof_sharded", "zero_grad"):
             self.module.__dict__.pop(name, None)
-        for module in self.module.modules():
-            module.__class__ = getattr(type(module), "_shardproof_plain", type(module))
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if owner_of(parameter) is self:  # and was not assigned since
-                parameter.data = whole[name]
-                parameter.__dict__.pop("_shardproof_owner", None)
-        return self.module
+        named = self.module.named_parameters(remove_duplicate=False)
+        names = [name for name, parameter in named if owner_of(parameter) is self]  # others were assigned since
+        for name in names:
+            self.module.get_parameter(name).__dict__.pop("_shardproof_owner", None)
+        return names
 
 
 def sharded_of(module: nn.Module) -> Optional[Sharded]:

@@ -72,7 +72,7 @@ class Places:
         """What is to be computed with, in the dtype that the shards have by now."""
         for _, _, parameter in self.entries:
             parameter.mark()
-            if parameter.whole.dtype != parameter.local.dtype:
+            if parameter.whole.dtype != parameter.local.dtype or not parameter.whole.is_meta:
                 kept = vars(parameter.whole)
                 whole = torch.empty(parameter.shape, dtype=parameter.local.dtype, device="meta")
                 parameter.whole = nn.Parameter(whole, parameter.whole.requires_grad)
@@ -155,18 +155,18 @@ class Shards:
         views = {piece.name: piece.data for piece in sharded.main_parameters()}
         sizes = {name: views[name].numel() if name in views else 0 for name in self.first_names(sharded)}
         differ = [name for name, numel in sizes.items() if numel != self.by_name[name].local.numel()]
-        mains = {view.dtype for name, view in views.items() if view.dtype != self.by_name[name].local.dtype}
-        found = torch.tensor([len(differ), len(mains)])
+        others = [name for name, view in views.items() if view.dtype != self.by_name[name].local.dtype]
+        found = torch.tensor([len(differ), len(others)])
         resized, recast = sharded.comms.world.all_reduce(found, "max").tolist()
         if resized > 0:
             raise _C.Error(
-                f"[fsdp] on rank {sharded.rank} shards of {len(differ)} parameters have other sizes than the optimizer's "
-                "memory: the strategy does not cut over dp_shard alone. Leave strategy out, or use shardproof.fully_shard"
+                f"[fsdp] shards of {resized} parameters on some rank have other sizes than the optimizer's memory: the "
+                "strategy does not cut over dp_shard alone. Leave strategy out, or use shardproof.fully_shard"
             )
         if recast > 0:
             raise _C.Error(
-                f"[fsdp] shards are what the optimizer updates, and Precision asks for main={', '.join(map(str, mains))} on "
-                f"rank {sharded.rank}. Leave main out, and cast the model before fully_shard"
+                "[fsdp] shards are what the optimizer updates, in the dtype that the model has, and main of Precision asks for "
+                "another one. Leave main out, and cast the model before fully_shard"
             )
         for name, parameter in self.by_name.items():
             if name in views or parameter.view is None:
@@ -275,10 +275,14 @@ class Shards:
             places.hold(False)
 
     def restore(self) -> None:
-        """Put the whole parameters back for good."""
+        """Put the whole parameters and the modules' classes back for good."""
         for places in self.places.values():
             places.hold(True, plainly=True)
             places.entries = []
+        for module in self.sharded().module.modules():
+            plain = vars(type(module)).get("_shardproof_plain")
+            if plain is not None and id(module) in self.places:
+                module.__class__ = plain
 
 
 class HeldShards:

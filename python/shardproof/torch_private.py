@@ -10,7 +10,6 @@ import os
 from typing import Any, Callable
 
 import torch
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy, set_eval_frame
 
 # Collectives of a process group in torch 2.11, and what newer torch calls them.
 RENAMED = {
@@ -49,6 +48,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def uncompiled(function: Callable) -> Callable:
     """A function of which, and below which, torch.compile sees nothing."""
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy, set_eval_frame
 
     @functools.wraps(function)
     def plainly(*args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ import shardproof
 import shardproof.fsdp
 from fsdp_on_threads import shard, whole
 from models import Net, assert_same_bits, batch, loss_of, train_plain
-from shardproof.fsdp import fully_shard
+from shardproof.fsdp import FSDPModule, fully_shard
 from shardproof.shards import shards_of
 
 
@@ -338,13 +338,14 @@ def test_what_would_be_lost_is_refused():
             model(batch(0)[0])
         for options, message in (
             (dict(strategy="ddp"), "does not cut over dp_shard alone. Leave strategy out"),
-            (dict(mp_policy=shardproof.Precision(main=torch.float64)), "Precision asks for main=torch.float64 on rank"),
+            (dict(mp_policy=shardproof.Precision(main=torch.float64)), "main of Precision asks for another one"),
         ):
             model = fully_shard(Net(), mesh=shardproof.MeshComm(comm, "dp_shard=2"), **options)
-            before = model.state_dict()
+            before, parameters = model.state_dict(), [p._shardproof_parameter for p in model.parameters()]
             for _ in range(2):  # nor does it train without shards
                 with pytest.raises(shardproof.Error, match=message):
                     model(batch(0)[0])
+                assert isinstance(model, FSDPModule) and all(parameter.whole.is_meta for parameter in parameters)
             for name, value in model.state_dict().items():
                 assert isinstance(value, DTensor) and torch.equal(value.full_tensor(), before[name].full_tensor()), name
         model = Net()
@@ -367,7 +368,7 @@ def test_what_would_be_lost_is_refused():
         model.set_separate_reduce_scatter_group()
         model.set_reduce_scatter_max_input_buffers(2)
         model.set_reduce_scatter_unused_params(True)
-        policy = types.SimpleNamespace(**vars(shardproof.fsdp.MixedPrecisionPolicy()), param_dtype_override_fn=lambda p: None)
+        policy = types.SimpleNamespace(**{**vars(shardproof.fsdp.MixedPrecisionPolicy()), "param_dtype_override_fn": id})
         other = shard(comm, Net(), mp_policy=policy)
         with pytest.raises(shardproof.Error, match="has a param_dtype_override_fn, which is not offered"):
             other(batch(0)[0])
@@ -400,11 +401,12 @@ def test_after_remove_a_model_is_plain_and_may_be_copied_and_sharded_again():
     def body(comm):
         model, plain = shard(comm, Net()), Net()
         model(batch(0)[0])
-        values = whole(model)
-        shardproof.sharded_of(model).remove()
+        values, removed = whole(model), shardproof.sharded_of(model)
+        removed.remove()
         assert type(model) is Net and type(model.blocks[0]) is type(plain.blocks[0])
         assert_same_bits(dict(copy.deepcopy(model).named_parameters()), values)
-        loss_of(shard(comm, model), batch(0)).backward()
+        shard(comm, model).unshard()
+        loss_of(model, batch(0)).backward()
         plain.load_state_dict(values)
         loss_of(plain, batch(0)).backward()
         for name, parameter in plain.named_parameters():

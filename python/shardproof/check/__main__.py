@@ -11,6 +11,7 @@ import warnings
 
 from . import check
 from .engines import ENGINES, with_known
+from .runner import NothingJudged
 
 
 def main() -> int:
@@ -46,7 +47,7 @@ def main() -> int:
             stop_after=arguments.stop_after,
             budget=arguments.seconds,
         )
-    except RuntimeError as error:
+    except NothingJudged as error:
         print(f"shardproof.check: {error}", file=sys.stderr)
         return 2
     print(report)

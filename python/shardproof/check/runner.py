@@ -164,11 +164,15 @@ def run_cases(
     return report
 
 
+class NothingJudged(RuntimeError):
+    """No case of a campaign says anything about the subject."""
+
+
 def require_judged(report: Report) -> None:
     """Raises where no case says anything, which is not the same as that all held."""
     if not report.judged:
         alone = report.threads_only
-        raise RuntimeError(
+        raise NothingJudged(
             f"of {report.cases} cases none could be judged: {report.diverged} diverged without sharding, and "
             f"{report.cases - report.diverged} failed under the threaded group alone"
             + "".join(f"\n{v.kind} [{v.where}] {v.line}: {v.message}" for v in alone)
