@@ -7,8 +7,7 @@ import zipfile
 from scratch import CI, ScratchCase, write
 
 PYTHON = os.path.join(os.path.dirname(CI), ".venv", "bin", "python")
-TEST = """import torch
-def test_replicas(checks):
+TEST = """def test_replicas(checks):
     from shardproof.check.engines import PLAIN, ddp
     report = checks(ddp, **PLAIN, load=False)
     assert report.cases == 2

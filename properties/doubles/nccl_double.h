@@ -33,7 +33,7 @@ using shardproof::Reduce;
 struct Plan {
   uint64_t seed = 0;  // above 0: each call completes late, by up to `late_us`
   int64_t late_us = 100;
-  int64_t look_us = 0;        // so long it takes to ask whether an event is complete
+  int64_t look_us = 0;        // asking whether an event is complete takes so long
   bool host_tensors = false;  // tensors are not on the device, and have to be copied there and back
   bool no_kernels = false;    // that could add sums
   bool no_windows = false;    // as before NCCL 2.27

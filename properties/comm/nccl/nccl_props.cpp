@@ -197,7 +197,7 @@ TEST(Nccl, later_bodies_find_the_groups_of_earlier_ones_and_a_failed_body_makes_
 TEST(Nccl, a_barrier_that_an_abort_ended_is_not_passed) {
   for (uint64_t seed = 1; seed <= 5; ++seed) {
     std::atomic<int64_t> passed = 0;
-    // Who looks so slowly sees the abort and its end at once.
+    // Who looks so slowly finds the barrier ended, and has not seen why. No pace makes a right engine fail.
     nccl_worlds::World world(3, {.plan = {.seed = seed, .look_us = 20000}});
     for (const auto& thrown : world.run([&](std::shared_ptr<Comm> comm) {
            comm->barrier().wait();  // the first one waits for the communicator as well
