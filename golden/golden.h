@@ -57,6 +57,17 @@ struct Gpt {
 // qkv_bias each of the first three followed by its "bias", with qk_norm "model.layers.<i>.self_attn.{q,k}_norm.weight" [head],
 // "model.layers.<i>.mlp.{gate,up,down}_proj.weight", "model.layers.<i>.{input,post_attention}_layernorm.weight", then
 // "model.norm.weight" and, unless tied, "lm_head.weight". Dropout: per layer, of attention's probabilities.
+//
+// With `experts`, layers from number dense_layers on have experts in place of the gated MLP. On the layer's tokens x [N, hidden]:
+//   logits = linear(x, gate), in float32 or wider; scores = softmax(logits) or sigmoid(logits), or the logits (chosen_softmax).
+//   Of expert_groups > 1 groups of neighbouring experts only those groups_per_token take part whose two highest scores have the
+//   highest sum (equal ones: the first). A token's experts e_0, e_1, .. are the experts_per_token with the highest scores,
+//   falling (equal ones: the first). Weights w_j are their scores; with `normalized` divided by their sum (sigmoid: the sum +
+//   1e-20); of chosen_softmax they are softmax(chosen logits); all times expert_scale; rounded to x's dtype.
+//   y = sum over j, in this order, of w_j * down_e(silu(gate_e(x)) * up_e(x)); plus the shared gated MLP of x, if there is one.
+// An expert's rows are multiplied together, in the order of tokens. Parameters of such a layer, in place of the MLP's three:
+// "mlp.gate.weight" [experts, hidden], "mlp.experts.gate_up_proj" [experts, 2 * expert_width, hidden] (first the gate's rows),
+// "mlp.experts.down_proj" [experts, hidden, expert_width], and "mlp.shared_experts.{gate,up,down}_proj.weight".
 struct Llama {
   int64_t layers = 1;
   int64_t hidden = 8;  // a multiple of heads, by an even number unless head_size is given
@@ -74,6 +85,16 @@ struct Llama {
   double eps = 1e-5;
   double rope_factor = 1, rope_low = 1, rope_high = 4;
   int64_t rope_positions = 8192;
+  // Experts (see above); 0: there are none.
+  int64_t experts = 0;
+  int64_t experts_per_token = 1;
+  int64_t expert_width = 4;
+  int64_t shared_width = 0;  // 0: there is no shared MLP
+  int64_t dense_layers = 0;  // the first so many layers have no experts
+  enum class Score { softmax, chosen_softmax, sigmoid } score = Score::softmax;
+  bool normalized = true;
+  double expert_scale = 1;
+  int64_t expert_groups = 1, groups_per_token = 1;
 
   int64_t head() const { return head_size > 0 ? head_size : hidden / heads; }
 };

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include "golden/attention.h"
+#include "golden/experts.h"
 #include "golden/models.h"
 #include "golden/rope.h"
 
@@ -11,14 +12,16 @@ namespace {
 class Layer {
  public:
   Layer(const Llama& llama, Forward& forward, int64_t index)
-      : llama_(llama), forward_(forward), prefix_(fmt::format("model.layers.{}.", index)) {}
+      : llama_(llama),
+        forward_(forward),
+        has_experts_(has_experts(llama, index)),
+        prefix_(fmt::format("model.layers.{}.", index)) {}
 
   at::Tensor forward(at::Tensor x) const {
     x = x + attention(rms_norm(x, weight("input_layernorm"), llama_.eps));
     const at::Tensor normed = rms_norm(x, weight("post_attention_layernorm"), llama_.eps);
-    // One after the other: sites of dropout are counted.
-    const at::Tensor gate = linear(normed, "mlp.gate_proj"), up = linear(normed, "mlp.up_proj");
-    return x + linear(at::silu(gate) * up, "mlp.down_proj");
+    const std::string mlp = prefix_ + "mlp.";
+    return x + (has_experts_ ? mixture(llama_, forward_, mlp, normed) : gated_mlp(forward_, mlp, normed));
   }
 
   // Norms and angles are float32 numbers in a model of a smaller dtype, as in the package that these models come from.
@@ -73,6 +76,7 @@ class Layer {
 
   const Llama& llama_;
   Forward& forward_;
+  bool has_experts_;
   std::string prefix_;
 };
 
@@ -96,9 +100,13 @@ Shapes llama_shapes(const Llama& llama) {
     add("self_attn.o_proj", {hidden, queries});
     if (llama.qk_norm) add("self_attn.q_norm", {llama.head()});
     if (llama.qk_norm) add("self_attn.k_norm", {llama.head()});
-    add("mlp.gate_proj", {wide, hidden});
-    add("mlp.up_proj", {wide, hidden});
-    add("mlp.down_proj", {hidden, wide});
+    if (has_experts(llama, i)) {
+      for (auto& shape : mixture_shapes(llama, fmt::format("model.layers.{}.mlp.", i))) shapes.push_back(std::move(shape));
+    } else {
+      add("mlp.gate_proj", {wide, hidden});
+      add("mlp.up_proj", {wide, hidden});
+      add("mlp.down_proj", {hidden, wide});
+    }
     add("input_layernorm", {hidden});
     add("post_attention_layernorm", {hidden});
   }

@@ -199,25 +199,89 @@ class LlamaAttention(nn.Module):
         return self.o_proj(torch.cat(heads, -1))
 
 
+class GatedMlp(nn.Module):
+    def __init__(self, hidden, width):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, width, bias=False, **MADE)
+        self.up_proj = nn.Linear(hidden, width, bias=False, **MADE)
+        self.down_proj = nn.Linear(width, hidden, bias=False, **MADE)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Experts(nn.Module):
+    """Each expert's output for each token, whether it is wanted or not: [.., hidden] -> [.., experts, hidden]."""
+
+    def __init__(self, count, hidden, width):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * width, hidden, **MADE))
+        self.down_proj = nn.Parameter(torch.empty(count, hidden, width, **MADE))
+
+    def forward(self, x):
+        gate, up = torch.einsum("...h,ewh->...ew", x, self.gate_up_proj).chunk(2, dim=-1)
+        return torch.einsum("...ew,ehw->...eh", F.silu(gate) * up, self.down_proj)
+
+
+def highest(scores, count):
+    """Which ones have less than `count` before them: those with a higher score, and equal ones of a lower index."""
+    one, other = scores[..., :, None], scores[..., None, :]
+    index = torch.arange(scores.shape[-1])
+    before = (other > one) | ((other == one) & (index[None, :] < index[:, None]))
+    return before.sum(-1) < count
+
+
+class Mixture(nn.Module):
+    def __init__(self, hidden, count, per_token, width, shared, score, normalized, scale, groups, groups_per_token):
+        super().__init__()
+        self.per_token, self.score, self.normalized, self.scale = per_token, score, normalized, scale
+        self.groups, self.groups_per_token = groups, groups_per_token
+        self.gate = nn.Linear(hidden, count, bias=False, **MADE)
+        self.experts = Experts(count, hidden, width)
+        self.shared_experts = GatedMlp(hidden, shared) if shared > 0 else None
+
+    def chosen(self, scores):
+        grouped = scores.unflatten(-1, (self.groups, -1))
+        strength = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+        takes_part = highest(strength, self.groups_per_token)[..., None].expand_as(grouped).flatten(-2)
+        return highest(scores.masked_fill(~takes_part, -math.inf), self.per_token)
+
+    def weights(self, logits):
+        """Zero for those that are not chosen."""
+        if self.score == "chosen_softmax":
+            return logits.masked_fill(~self.chosen(logits), -math.inf).softmax(-1)
+        scores = logits.sigmoid() if self.score == "sigmoid" else logits.softmax(-1)
+        kept = scores * self.chosen(scores)
+        nothing = 1e-20 if self.score == "sigmoid" else 0
+        return kept / (kept.sum(-1, keepdim=True) + nothing) if self.normalized else kept
+
+    def forward(self, x):
+        y = torch.einsum("...e,...eh->...h", self.scale * self.weights(self.gate(x)), self.experts(x))
+        return y if self.shared_experts is None else y + self.shared_experts(x)
+
+
 class LlamaLayer(nn.Module):
-    def __init__(self, hidden, heads, kv_heads, intermediate, eps, **attention):
+    def __init__(self, hidden, heads, kv_heads, intermediate, experts, eps, **attention):
         super().__init__()
         self.self_attn = LlamaAttention(hidden, heads, kv_heads, eps=eps, **attention)
-        sizes = {"gate_proj": (hidden, intermediate), "up_proj": (hidden, intermediate), "down_proj": (intermediate, hidden)}
-        self.mlp = nn.ModuleDict({name: nn.Linear(a, b, bias=False, **MADE) for name, (a, b) in sizes.items()})
+        self.mlp = Mixture(hidden, **experts) if experts else GatedMlp(hidden, intermediate)
         self.input_layernorm = RmsNorm(hidden, eps)
         self.post_attention_layernorm = RmsNorm(hidden, eps)
 
     def forward(self, x):
         x = x + self.self_attn(self.input_layernorm(x))
-        y = self.post_attention_layernorm(x)
-        return x + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](y)) * self.mlp["up_proj"](y))
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Llama(nn.Module):
-    def __init__(self, layers, hidden, heads, kv_heads, intermediate, vocab, tied, eps, **attention):
+    def __init__(self, layers, hidden, heads, kv_heads, intermediate, vocab, tied, experts, dense_layers, eps, **attention):
         super().__init__()
-        made = [LlamaLayer(hidden, heads, kv_heads, intermediate, eps, **attention) for _ in range(layers)]
+
+        def layer(i):
+            own = experts if i >= dense_layers else None
+            return LlamaLayer(hidden, heads, kv_heads, intermediate, own, eps, **attention)
+
+        made = [layer(i) for i in range(layers)]
         self.model = nn.ModuleDict(
             {"embed_tokens": nn.Embedding(vocab, hidden, **MADE), "layers": nn.ModuleList(made), "norm": RmsNorm(hidden, eps)}
         )

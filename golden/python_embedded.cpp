@@ -126,6 +126,23 @@ py::dict to_python(const Odd& odd) {
   return options;
 }
 
+// None where there are none.
+py::object experts_to_python(const Llama& llama) {
+  static constexpr const char* kScores[] = {"softmax", "chosen_softmax", "sigmoid"};
+  if (llama.experts == 0) return py::none();
+  py::dict options;
+  options["count"] = llama.experts;
+  options["per_token"] = llama.experts_per_token;
+  options["width"] = llama.expert_width;
+  options["shared"] = llama.shared_width;
+  options["score"] = kScores[static_cast<int>(llama.score)];
+  options["normalized"] = llama.normalized;
+  options["scale"] = llama.expert_scale;
+  options["groups"] = llama.expert_groups;
+  options["groups_per_token"] = llama.groups_per_token;
+  return options;
+}
+
 py::dict to_python(const Llama& llama) {
   py::dict options;
   options["layers"] = llama.layers;
@@ -135,6 +152,8 @@ py::dict to_python(const Llama& llama) {
   options["intermediate"] = llama.intermediate;
   options["vocab"] = llama.vocab;
   options["tied"] = llama.tied;
+  options["experts"] = experts_to_python(llama);
+  options["dense_layers"] = llama.dense_layers;
   options["qk_norm"] = llama.qk_norm;
   options["qkv_bias"] = llama.qkv_bias;
   options["head"] = llama.head();

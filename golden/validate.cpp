@@ -73,25 +73,45 @@ void require_dropout(double probability) {
     refuse(fmt::format("dropout: expected a probability of at least 0 and below 1, got {}", probability));
 }
 
-void require_llama(const Llama& llama) {
-  const auto [layers, hidden, heads, kv_heads, intermediate, vocab, positions, tied, dropout, qk_norm, qkv_bias, head_size,
-              theta, eps, rope_factor, rope_low, rope_high, rope_positions] = llama;
-  if (layers < 0 || hidden < 1 || heads < 1 || kv_heads < 1 || intermediate < 1 || vocab < 1 || positions < 1)
+void require_experts(const Llama& m) {
+  const int64_t experts = m.experts, groups = m.expert_groups;
+  if (experts < 0 || m.dense_layers < 0 || m.shared_width < 0)
+    refuse(fmt::format("llama: expected experts, dense_layers, shared_width >= 0, got {}, {} and {}", experts, m.dense_layers,
+                       m.shared_width));
+  if (experts == 0) return;
+  if (m.expert_width < 1 || !std::isfinite(m.expert_scale))
+    refuse(fmt::format("llama: expected expert_width >= 1 and a finite expert_scale, got {} and {}", m.expert_width,
+                       m.expert_scale));
+  if (groups < 1 || experts % groups != 0 || m.groups_per_token < 1 || m.groups_per_token > groups)
+    refuse(
+        fmt::format("llama: expected expert_groups that divide experts and 1 to expert_groups groups_per_token, got "
+                    "experts={} expert_groups={} groups_per_token={}",
+                    experts, groups, m.groups_per_token));
+  const int64_t available = experts / groups * m.groups_per_token;
+  if (m.experts_per_token < 1 || m.experts_per_token > available)
+    refuse(fmt::format("llama: expected 1 to {} experts_per_token, which are in a token's groups, got {}", available,
+                       m.experts_per_token));
+}
+
+void require_llama(const Llama& m) {
+  if (m.layers < 0 || m.hidden < 1 || m.heads < 1 || m.kv_heads < 1 || m.intermediate < 1 || m.vocab < 1 || m.positions < 1)
     refuse(
         fmt::format("llama: expected layers >= 0 and hidden, heads, kv_heads, intermediate, vocab, positions >= 1, got "
                     "layers={} hidden={} heads={} kv_heads={} intermediate={} vocab={} positions={}",
-                    layers, hidden, heads, kv_heads, intermediate, vocab, positions));
-  if (head_size < 0 || head_size % 2 != 0)
-    refuse(fmt::format("llama: head_size {} must be even and not below 0", head_size));
-  if (!(theta > 0) || !(eps > 0) || !(rope_factor > 0) || !(rope_low > 0) || !(rope_high > rope_low) || rope_positions < 1)
+                    m.layers, m.hidden, m.heads, m.kv_heads, m.intermediate, m.vocab, m.positions));
+  if (m.head_size < 0 || m.head_size % 2 != 0)
+    refuse(fmt::format("llama: head_size {} must be even and not below 0", m.head_size));
+  if (!(m.theta > 0) || !(m.eps > 0) || !(m.rope_factor > 0) || !(m.rope_low > 0) || !(m.rope_high > m.rope_low) ||
+      m.rope_positions < 1)
     refuse(fmt::format(
         "llama: expected theta, eps, rope_factor, rope_low and rope_positions above 0 and rope_high above rope_low, "
         "got theta={} eps={} rope_factor={} rope_low={} rope_high={} rope_positions={}",
-        theta, eps, rope_factor, rope_low, rope_high, rope_positions));
-  const bool fits = head_size > 0 || (hidden % heads == 0 && hidden / heads % 2 == 0);
-  if (!fits || heads % kv_heads != 0)
-    refuse(fmt::format("llama: hidden {} must be a multiple of heads {}, by an even number, and that of kv_heads {}", hidden,
-                       heads, kv_heads));
+        m.theta, m.eps, m.rope_factor, m.rope_low, m.rope_high, m.rope_positions));
+  const bool fits = m.head_size > 0 || (m.hidden % m.heads == 0 && m.hidden / m.heads % 2 == 0);
+  if (!fits || m.heads % m.kv_heads != 0)
+    refuse(fmt::format("llama: hidden {} must be a multiple of heads {}, by an even number, and that of kv_heads {}", m.hidden,
+                       m.heads, m.kv_heads));
+  require_experts(m);
 }
 
 void require_conv(const Conv& conv) {
@@ -118,6 +138,8 @@ void require_valid(const Model& model) {
         fmt::format("adapters: expected a rank of at least 1 and an mlp, a gpt or a llama, got rank={}", model.adapters.rank));
   if (model.canonical && model.kind == Model::Kind::gpt && model.gpt.tanh_gelu)
     refuse("gpt: canonical arithmetic has the gelu of the erf form, and tanh_gelu is of the other");
+  if (model.canonical && model.kind == Model::Kind::llama && model.llama.experts > 0)
+    refuse(fmt::format("llama: canonical arithmetic has no experts yet, got experts={}", model.llama.experts));
   switch (model.kind) {
     case Model::Kind::mlp:
       return require_widths("mlp widths", model.mlp.widths);

@@ -250,6 +250,25 @@ shardproof::Mesh unit_mesh(const Case& c) {
   return is_apart ? mesh : shardproof::Mesh(std::move(axes));
 }
 
+int64_t expert_ranks(const Case& c) {
+  const auto fits = [mesh = shardproof::data_parallel_mesh(c.mesh), own = unit_mesh(c)](int64_t ranks) {
+    try {
+      const shardproof::Mesh of_all = shardproof::expert_mesh(mesh, ranks), of_unit = shardproof::expert_mesh(own, ranks);
+      for (int64_t rank = 0; rank < mesh.size(); ++rank)
+        if (of_all.peers(rank, {axes::ep}) != of_unit.peers(rank, {axes::ep})) return false;
+      return true;
+    } catch (const shardproof::Error&) {
+      return false;
+    }
+  };
+  if (c.options.ep <= 1) return 1;
+  int64_t ranks = c.options.ep;
+  while (c.options.ep % ranks != 0 || !fits(ranks)) --ranks;
+  return ranks;
+}
+
+bool is_of_experts(const std::string& parameter) { return parameter.find(".experts.") != std::string::npos; }
+
 std::vector<int64_t> Case::data_rank_of_each() const {
   std::vector<int64_t> all;
   for (int64_t rank = 0; rank < mesh.size(); ++rank) {

@@ -111,6 +111,11 @@ bool has_unit_sharding(const Case& c);
 const shardproof::Strategy& unit_strategy(const Case& c);
 shardproof::Mesh unit_mesh(const Case& c);
 
+// The ranks that share experts on the case's mesh: `ep`, or the largest of its divisors that this mesh allows.
+int64_t expert_ranks(const Case& c);
+// Whether the parameter of this name holds one matrix for each expert.
+bool is_of_experts(const std::string& parameter);
+
 // A schedule of the learning rate warms up in so many steps, and has fallen to this factor at that step. It does not depend on
 // the length of the history, so that a shorter one begins with the same steps.
 constexpr int64_t kWarmup = 2, kScheduleSteps = 6;

@@ -44,6 +44,7 @@ struct CaseOptions {
   // Chosen units have a strategy of their own (0: none, else a row of the table), or see the ranks of dp_shard along two axes.
   int64_t unit_strategy = 0;
   int64_t unit_mesh = 0;
+  int64_t ep = 1;                  // so many ranks share the experts of a layer; fewer where the mesh has not as many
   int64_t strided = 0;             // the model's input, and the gradient of its output, are dense and not contiguous
   int64_t fingerprint = 0;         // ranks compare fingerprints after each step
   // Whether forwards of a step's microbatches come before their backwards; alternating: two are open at a time (1F1B).

@@ -5,6 +5,7 @@
 #include "harness/case/axes.h"
 #include "harness/case/case.h"
 #include "harness/case/mesh_order.h"
+#include "harness/case/model_fields.h"
 #include "harness/case/parallel_sizes.h"
 #include "shardproof/algebra/strategy.h"
 #include "shardproof/base/check.h"
@@ -79,6 +80,8 @@ void validate_parallel(const Case& c) {
   SHARD_REQUIRE(c.model.kind != Kind::gpt || (all_get_some(g.heads, tp) && all_get_some(g.vocab, tp)), "case",
                 "gpt: heads={} and vocab={} must leave none of tp={} ranks without one", g.heads, g.vocab, tp);
   const golden::Llama& m = c.model.llama;
+  SHARD_REQUIRE(c.model.kind != Kind::llama || m.experts == 0 || tp == 1, "case",
+                "experts beside tp={}: experts={} are not cut along tp; leave out one of them", tp, m.experts);
   SHARD_REQUIRE(
       c.model.kind != Kind::llama || (heads_fit(m, tp) && all_get_some(m.intermediate, tp) && all_get_some(m.vocab, tp)),
       "case",
@@ -187,6 +190,34 @@ void validate_units(const Case& c) {
                 "muon with units of several strategies needs whole parameters: write {}(granularity=tensor)", c.strategy);
 }
 
+// Ranks that share experts add up their gradients at once, and only then is anything divided, rounded or kept for later.
+void validate_experts(const Case& c) {
+  const CaseOptions& o = c.options;
+  if (o.ep == 1) return;
+  SHARD_REQUIRE(o.ep > 1 && c.model.kind == Kind::llama && c.model.llama.experts > 0, "case",
+                "ep={} shares the experts of a llama; write experts=4, or leave ep out", o.ep);
+  SHARD_REQUIRE(c.mode == Mode::ordered || c.mode == Mode::fast, "case",
+                "ep={} adds gradients of several ranks in float32, which the mode {} does not", o.ep, to_string(c.mode));
+  const int64_t ranks = expert_ranks(c);
+  if (c.mode != Mode::ordered || ranks == 1) return;
+  SHARD_REQUIRE(ranks == c.shards(), "case",
+                "the mode ordered adds gradients along dp_shard first: {} ranks share experts, and {} lie along it; write ep={}",
+                ranks, c.shards(), c.shards());
+  const auto accumulates = [&](const shardproof::Strategy& row) { return shardproof::accumulates_before_reducing(row); };
+  const bool adds_rounds_first = accumulates(shardproof::strategy(c.strategy)) || accumulates(unit_strategy(c));
+  for (const StepPlan& step : c.steps)
+    SHARD_REQUIRE(step.rounds == 1 || (!adds_rounds_first && step.sync_every == 1), "case",
+                  "the mode ordered has one order of sums for all parameters, and ep={} adds ranks before rounds; leave out "
+                  "accumulate, or take a strategy that reduces every time, such as zero2, without sync",
+                  o.ep);
+  SHARD_REQUIRE(o.compute == fp32 && o.gradient == fp32 && o.reduce == fp32, "case",
+                "ep={} adds gradients of several ranks before they are rounded to `gradient` or `reduce`: leave dtypes out",
+                o.ep);
+  SHARD_REQUIRE(o.divide != divide_before || std::has_single_bit(static_cast<uint64_t>(c.data_ranks())), "case",
+                "ep={} adds gradients of several ranks before divide=before divides them, which {} ranks would see", o.ep,
+                c.data_ranks());
+}
+
 void validate_mode(const Case& c) {
   const CaseOptions& o = c.options;
   if (c.mode == Mode::canonical) {
@@ -197,6 +228,8 @@ void validate_mode(const Case& c) {
   }
   SHARD_REQUIRE(o.arithmetic == 0 || c.model.kind != Kind::gpt || !c.model.gpt.tanh_gelu, "case",
                 "arithmetic=canonical has the exact GELU; leave out tanh_gelu");
+  SHARD_REQUIRE(o.arithmetic == 0 || c.model.kind != Kind::llama || c.model.llama.experts == 0, "case",
+                "arithmetic=canonical has no experts yet; leave out experts={}", c.model.llama.experts);
   SHARD_REQUIRE(o.arithmetic == 0 || (c.mode == Mode::canonical && (c.model.kind == Kind::mlp || c.model.of_tokens())), "case",
                 "arithmetic=canonical needs the mode canonical, and an mlp, a gpt or a llama");
   if (c.mode != Mode::exact) return;
@@ -222,6 +255,7 @@ void validate_loads(const Case& c) {
     validate_mesh(there);
     validate_options(there);
     validate_units(there);
+    validate_experts(there);
     validate_parallel(there);
   }
 }
@@ -232,6 +266,32 @@ void require_sizes(Kind kind, Sizes sizes) {
   for (const auto& [name, value] : sizes)
     SHARD_REQUIRE(value >= 1 && value <= kSizeMax, "case", "{}: {} must be at least 1 and at most {}, got {}", to_string(kind),
                   name, kSizeMax, value);
+}
+
+void validate_mixture(const golden::Llama& m) {
+  const golden::Llama dense;
+  if (m.experts == 0) {
+    SHARD_REQUIRE(expert_fields(m) == expert_fields(dense), "case",
+                  "llama: without experts nothing can be said of them; write experts=4, or leave out all that is about them");
+    return;
+  }
+  require_sizes(Kind::llama, {{"experts", m.experts},
+                              {"top_k", m.experts_per_token},
+                              {"expert_width", m.expert_width},
+                              {"expert_groups", m.expert_groups},
+                              {"groups_per_token", m.groups_per_token}});
+  SHARD_REQUIRE(m.shared_width >= 0 && m.shared_width <= kSizeMax, "case",
+                "llama: shared_width={} must be at most {}; 0 is no shared MLP", m.shared_width, kSizeMax);
+  SHARD_REQUIRE(m.dense_layers >= 0 && m.dense_layers < m.layers, "case",
+                "llama: dense_layers={} must leave some of layers={} to experts", m.dense_layers, m.layers);
+  SHARD_REQUIRE(std::isfinite(m.expert_scale) && m.expert_scale > 0, "case", "llama: expert_scale={} must be above 0",
+                m.expert_scale);
+  SHARD_REQUIRE(m.experts % m.expert_groups == 0 && m.groups_per_token <= m.expert_groups, "case",
+                "llama: expert_groups={} must divide experts={} and be no less than groups_per_token={}", m.expert_groups,
+                m.experts, m.groups_per_token);
+  const int64_t available = m.experts / m.expert_groups * m.groups_per_token;
+  SHARD_REQUIRE(m.experts_per_token <= available, "case", "llama: top_k={} must be at most the {} experts of a token's groups",
+                m.experts_per_token, available);
 }
 
 void validate(const golden::Llama& m) {
@@ -254,6 +314,7 @@ void validate(const golden::Llama& m) {
   SHARD_REQUIRE((m.head_size > 0 || m.hidden % (2 * m.heads) == 0) && m.heads % m.kv_heads == 0, "case",
                 "llama: hidden={} must be a multiple of twice heads={}, and heads of kv_heads={}. Choose hidden={} or heads={}",
                 m.hidden, m.heads, m.kv_heads, (m.hidden / (2 * m.heads) + 1) * 2 * m.heads, m.kv_heads);
+  validate_mixture(m);
 }
 
 }  // namespace
@@ -326,6 +387,7 @@ void validate(const Case& c) {
                 "conv(batch) has statistics in float32, and LibTorch wants parameters of their dtype: leave out compute");
   validate_options(c);
   validate_units(c);
+  validate_experts(c);
   validate_mode(c);
   validate_axes(c);
   validate_parallel(c);

@@ -96,6 +96,8 @@ void add_models(std::vector<Facet>& all) {
                           }}));
   all.push_back(overview(flag("dropout", [](const Case& c) { return c.model.dropout() > 0; })));
   all.push_back(overview(flag("ties", has_ties)));
+  all.push_back(
+      overview(flag("experts", [](const Case& c) { return c.model.kind == Kind::llama && c.model.llama.experts > 0; })));
   all.push_back(overview(flag("odd sizes", has_odd_sizes)));
 }
 

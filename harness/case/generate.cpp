@@ -88,6 +88,28 @@ void generate_family(Chooser choose, golden::Model& model) {
   model.llama.rope_positions = choose.one_of<int64_t>({20, 200, 8192});
 }
 
+// Layers that are not cut along tp, as what only some families have.
+void generate_experts(Chooser choose, Case& c) {
+  using enum golden::Llama::Score;
+  golden::Llama& m = c.model.llama;
+  if (c.model.kind != golden::Model::Kind::llama || c.tensor_ranks() > 1 || c.options.arithmetic != 0) return;
+  if (!choose.chance(0.4)) return;
+  m.experts = choose.integer(1, 6);
+  m.expert_width = choose.integer(2, 6);
+  if (choose.chance(0.4)) m.shared_width = choose.integer(1, 6);
+  if (choose.chance(0.4)) m.dense_layers = choose.integer(0, m.layers - 1);
+  m.score = choose.one_of<golden::Llama::Score>({softmax, chosen_softmax, sigmoid});
+  m.normalized = choose.chance(0.6);
+  if (choose.chance(0.3)) m.expert_scale = choose.one_of<double>({0.5, 2.5});
+  if (m.experts % 2 == 0 && choose.chance(0.4)) {
+    m.expert_groups = choose.one_of<int64_t>({2, m.experts});
+    m.groups_per_token = choose.integer(1, m.expert_groups);
+  }
+  m.experts_per_token = choose.integer(1, std::min<int64_t>(3, m.experts / m.expert_groups * m.groups_per_token));
+  // A weight over itself is 1: what is left of its gradient are roundings, which no tolerance can judge.
+  if (c.mode == Mode::fast && m.experts_per_token == 1) m.normalized = false;
+}
+
 // A norm over few values, as small images have, is as hard to judge as a narrow layer norm.
 golden::Model generate_conv(Chooser& choose, bool norms_allowed) {
   golden::Model model;
@@ -325,6 +347,9 @@ void fit_to_roundings(Case& c) {
   c.optimizer.eps = 0.01;  // roundings are larger, as with cut layers
   // A rounding may put a value on the other side of the kink of relu: a whole sample then comes to a gradient or leaves it.
   if (c.model.mlp.activation == golden::Activation::relu) c.model.mlp.activation = golden::Activation::gelu;
+  // Likewise it may choose another expert, unless a token has all of them.
+  golden::Llama& m = c.model.llama;
+  if (m.experts > 0) m.experts_per_token = m.experts, m.groups_per_token = m.expert_groups;
 }
 
 Case generate_tiny(Chooser& choose) {
@@ -378,6 +403,7 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
       }
       if (c.mode == fast && choose.chance(0.2)) c.options.compute = choose.one_of<int64_t>({bf16, bf16, fp16});
     }
+    generate_experts(Chooser(Draws(seed, "experts").at(index)), c);
     // What the rest of the case needs.
     if (c.mode == canonical) c.options.loss = loss_sum;
     if (c.optimizer.kind == golden::Optimizer::Kind::muon && c.strategy != "ddp") c.options.set("granularity", "tensor");

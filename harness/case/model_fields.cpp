@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
+
 namespace harness {
 namespace {
 
@@ -54,6 +56,18 @@ class Table {
             return simpler;
           });
     return *this;
+  }
+
+  // Left out at its default. `with`: the model with another number, and what follows from it.
+  Table& count(const char* key, int64_t M::*member, int64_t least, M (*with)(M, int64_t)) {
+    return add(
+        key, [=](const M& m) { return m.*member == M{}.*member ? "" : fmt::format("{}={}", key, m.*member); },
+        [=](M& m, const Scanner& scanner, const Scanner::Argument& a) { m.*member = scanner.integer(a); },
+        [=](const M& m) {
+          std::vector<M> simpler;
+          for (const int64_t value : smaller(m.*member, least)) simpler.push_back(with(m, value));
+          return simpler;
+        });
   }
 
   Table& list(const char* key, std::vector<int64_t> M::*member) {
@@ -163,27 +177,58 @@ Fields gpt_fields() {
       .fields();
 }
 
+// With no more of the others than there are.
+golden::Llama fitted(golden::Llama m) {
+  if (m.experts % m.expert_groups != 0) m.expert_groups = 1;
+  m.groups_per_token = std::min(m.groups_per_token, m.expert_groups);
+  m.experts_per_token = std::min(m.experts_per_token, m.experts / m.expert_groups * m.groups_per_token);
+  return m;
+}
+
+golden::Llama with_experts(golden::Llama m, int64_t experts) {
+  m.experts = experts;
+  if (experts > 0) return fitted(m);
+  const golden::Llama standard;
+  expert_fields(m) = expert_fields(standard);
+  return m;
+}
+
+template <int64_t golden::Llama::*kMember>
+golden::Llama with(golden::Llama m, int64_t value) {
+  m.*kMember = value;
+  return m.experts > 0 ? fitted(m) : m;
+}
+
 Fields llama_fields() {
-  using golden::Llama;
   return Table(&Model::llama)
-      .sizes({{"layers", &Llama::layers},
-              {"hidden", &Llama::hidden, &Llama::heads, 2},
-              {"heads", &Llama::heads, &Llama::kv_heads},
-              {"kv_heads", &Llama::kv_heads},
-              {"intermediate", &Llama::intermediate},
-              {"vocab", &Llama::vocab},
-              {"positions", &Llama::positions}})
-      .flag("tied", &Llama::tied)
-      .number("dropout", &Llama::dropout)
-      .flag("qk_norm", &Llama::qk_norm)
-      .flag("qkv_bias", &Llama::qkv_bias)
-      .sizes({{"head_size", &Llama::head_size, nullptr, 2, /*may_be_left_out=*/true}})
-      .number("theta", &Llama::theta)
-      .number("eps", &Llama::eps)
-      .number("rope_factor", &Llama::rope_factor)
-      .number("rope_low", &Llama::rope_low)
-      .number("rope_high", &Llama::rope_high)
-      .sizes({{"rope_positions", &Llama::rope_positions, nullptr, 1, /*may_be_left_out=*/true}})
+      .sizes({{"layers", &golden::Llama::layers},
+              {"hidden", &golden::Llama::hidden, &golden::Llama::heads, 2},
+              {"heads", &golden::Llama::heads, &golden::Llama::kv_heads},
+              {"kv_heads", &golden::Llama::kv_heads},
+              {"intermediate", &golden::Llama::intermediate},
+              {"vocab", &golden::Llama::vocab},
+              {"positions", &golden::Llama::positions}})
+      .flag("tied", &golden::Llama::tied)
+      .number("dropout", &golden::Llama::dropout)
+      .flag("qk_norm", &golden::Llama::qk_norm)
+      .flag("qkv_bias", &golden::Llama::qkv_bias)
+      .sizes({{"head_size", &golden::Llama::head_size, nullptr, 2, /*may_be_left_out=*/true}})
+      .number("theta", &golden::Llama::theta)
+      .number("eps", &golden::Llama::eps)
+      .number("rope_factor", &golden::Llama::rope_factor)
+      .number("rope_low", &golden::Llama::rope_low)
+      .number("rope_high", &golden::Llama::rope_high)
+      .sizes({{"rope_positions", &golden::Llama::rope_positions, nullptr, 1, /*may_be_left_out=*/true}})
+      .count("experts", &golden::Llama::experts, 0, with_experts)
+      .count("top_k", &golden::Llama::experts_per_token, 1, with<&golden::Llama::experts_per_token>)
+      .count("expert_width", &golden::Llama::expert_width, 1, with<&golden::Llama::expert_width>)
+      .count("shared_width", &golden::Llama::shared_width, 0, with<&golden::Llama::shared_width>)
+      .count("dense_layers", &golden::Llama::dense_layers, 0, with<&golden::Llama::dense_layers>)
+      .choice("score", &golden::Llama::score, {"softmax", "chosen_softmax", "sigmoid"})
+      .flag("normalized", &golden::Llama::normalized)
+      .number("expert_scale", &golden::Llama::expert_scale)
+      .count("expert_groups", &golden::Llama::expert_groups, 1, with<&golden::Llama::expert_groups>)
+      .count("groups_per_token", &golden::Llama::groups_per_token, 1, with<&golden::Llama::groups_per_token>)
       .fields();
 }
 

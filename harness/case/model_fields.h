@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "golden/golden.h"
@@ -22,6 +23,13 @@ struct ModelField {
 
 // In the order of the text.
 const std::vector<ModelField>& model_fields(golden::Model::Kind kind);
+
+// What only a llama with experts has a use for; at their defaults in one without.
+template <class Llama>
+auto expert_fields(Llama& m) {
+  return std::tie(m.experts_per_token, m.expert_width, m.shared_width, m.dense_layers, m.score, m.normalized, m.expert_scale,
+                  m.expert_groups, m.groups_per_token);
+}
 
 // Numbers from `least` to below `value`: the least, one halfway, and the one before.
 std::vector<int64_t> smaller(int64_t value, int64_t least);

@@ -193,23 +193,36 @@ golden::Gpt gpt_of(const GptOptions& o) {
 }
 
 golden::Llama llama_of(const LlamaOptions& o, int64_t positions) {
-  return {.layers = o.layers,
-          .hidden = o.hidden,
-          .heads = o.heads,
-          .kv_heads = o.kv_heads,
-          .intermediate = o.intermediate,
-          .vocab = o.vocab,
-          .positions = o.longest > 0 ? std::min(o.longest, positions) : positions,
-          .tied = o.tied,
-          .qk_norm = o.qk_norm,
-          .qkv_bias = o.qkv_bias,
-          .head_size = o.head_size,
-          .theta = o.rope_theta,
-          .eps = o.norm_eps,
-          .rope_factor = o.rope_scaling.factor,
-          .rope_low = o.rope_scaling.low_turns,
-          .rope_high = o.rope_scaling.high_turns,
-          .rope_positions = o.rope_scaling.positions};
+  golden::Llama m = {.layers = o.layers,
+                     .hidden = o.hidden,
+                     .heads = o.heads,
+                     .kv_heads = o.kv_heads,
+                     .intermediate = o.intermediate,
+                     .vocab = o.vocab,
+                     .positions = o.longest > 0 ? std::min(o.longest, positions) : positions,
+                     .tied = o.tied,
+                     .qk_norm = o.qk_norm,
+                     .qkv_bias = o.qkv_bias,
+                     .head_size = o.head_size,
+                     .theta = o.rope_theta,
+                     .eps = o.norm_eps,
+                     .rope_factor = o.rope_scaling.factor,
+                     .rope_low = o.rope_scaling.low_turns,
+                     .rope_high = o.rope_scaling.high_turns,
+                     .rope_positions = o.rope_scaling.positions};
+  const RouterOptions& router = o.router;
+  if (router.experts == 0) return m;
+  m.experts = router.experts;
+  m.experts_per_token = router.experts_per_token;
+  m.expert_width = o.expert_intermediate;
+  m.shared_width = o.shared_intermediate;
+  m.dense_layers = o.dense_layers;
+  m.score = static_cast<golden::Llama::Score>(router.score);
+  m.normalized = router.normalized;
+  m.expert_scale = router.scale;
+  m.expert_groups = router.groups;
+  m.groups_per_token = router.groups_per_token;
+  return m;
 }
 
 Network make_bare(const golden::Model& model, Comm* tensor_group) {
@@ -247,20 +260,32 @@ GptOptions gpt_options(const golden::Gpt& g) {
 }
 
 LlamaOptions llama_options(const golden::Llama& m) {
-  return {.layers = m.layers,
-          .hidden = m.hidden,
-          .heads = m.heads,
-          .kv_heads = m.kv_heads,
-          .intermediate = m.intermediate,
-          .vocab = m.vocab,
-          .rope_theta = m.theta,
-          .norm_eps = m.eps,
-          .tied = m.tied,
-          .attention_dropout = m.dropout,
-          .qk_norm = m.qk_norm,
-          .qkv_bias = m.qkv_bias,
-          .head_size = m.head_size,
-          .rope_scaling = {m.rope_factor, m.rope_low, m.rope_high, m.rope_positions}};
+  LlamaOptions o = {.layers = m.layers,
+                    .hidden = m.hidden,
+                    .heads = m.heads,
+                    .kv_heads = m.kv_heads,
+                    .intermediate = m.intermediate,
+                    .vocab = m.vocab,
+                    .rope_theta = m.theta,
+                    .norm_eps = m.eps,
+                    .tied = m.tied,
+                    .attention_dropout = m.dropout,
+                    .qk_norm = m.qk_norm,
+                    .qkv_bias = m.qkv_bias,
+                    .head_size = m.head_size,
+                    .rope_scaling = {m.rope_factor, m.rope_low, m.rope_high, m.rope_positions}};
+  if (m.experts == 0) return o;
+  o.router = {.experts = m.experts,
+              .experts_per_token = m.experts_per_token,
+              .score = static_cast<RouterScore>(m.score),
+              .normalized = m.normalized,
+              .scale = m.expert_scale,
+              .groups = m.expert_groups,
+              .groups_per_token = m.groups_per_token};
+  o.expert_intermediate = m.expert_width;
+  o.shared_intermediate = m.shared_width;
+  o.dense_layers = m.dense_layers;
+  return o;
 }
 
 // Module::to gives each a new impl's content by set_data, which LibTorch grants to some devices only.
@@ -307,6 +332,7 @@ LoraOptions lora_options(const golden::Adapters& adapters) {
 
 Network make_network(const golden::Model& model, Comm* tensor_group) {
   static_assert(static_cast<int>(Activation::gelu) == static_cast<int>(golden::Activation::gelu));
+  static_assert(static_cast<int>(RouterScore::sigmoid) == static_cast<int>(golden::Llama::Score::sigmoid));
   Network network = make_bare(model, tensor_group);
   if (!model.adapters.layers.empty()) network.lora = add_lora(network.module, lora_options(model.adapters));
   if (model.canonical) make_canonical(network, model, tensor_group);

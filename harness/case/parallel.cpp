@@ -38,6 +38,7 @@ ParallelPlan mlp_plan(const Case& c) {
 }
 
 ParallelPlan bare_plan(const Case& c) {
+  if (expert_ranks(c) > 1) return {.styles = {{"model.layers.*.mlp.experts", ExpertParallel{expert_ranks(c)}}}};
   if (c.model.kind == golden::Model::Kind::mlp) return mlp_plan(c);
   if (c.model.kind == golden::Model::Kind::llama)
     return llama_plan(llama_options(c.model.llama), c.tensor_ranks(), c.options.sequence_parallel != 0);

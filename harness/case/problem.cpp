@@ -36,7 +36,8 @@ golden::Named initial_parameters(const Case& c) {
     const bool scales = name == "gain" || ((name.find("ln_") != std::string::npos || name.find("norm") != std::string::npos) &&
                                            name.ends_with("weight"));
     int64_t inputs = 1;
-    for (size_t dim = 1; dim < shape.size(); ++dim) inputs *= shape[dim];
+    // Of experts there is one matrix each.
+    for (size_t dim = is_of_experts(name) ? 2 : 1; dim < shape.size(); ++dim) inputs *= shape[dim];
     if (shape.size() >= 2 && inputs > 0) {
       const double size = name.ends_with("lora_B.weight") ? 0.5 : 1.5;
       parameters.emplace_back(name, uniform(shape, draws, size / std::sqrt(static_cast<double>(inputs))));

@@ -29,7 +29,8 @@ int64_t shortest_sequence(const Case& c) {
   return length;
 }
 
-golden::Model smallest(Kind kind, const Case& c) {
+// One without experts comes before one with some, where the case has some.
+std::vector<golden::Model> smallest(Kind kind, const Case& c) {
   const std::vector<int64_t> counts = tensor_ranks(c);
   const int64_t most = std::ranges::max(counts);
   const int64_t multiple = std::accumulate(counts.begin(), counts.end(), int64_t{1}, std::lcm<int64_t, int64_t>);
@@ -42,7 +43,13 @@ golden::Model smallest(Kind kind, const Case& c) {
   model.odd = {.width = 1, .gain = false, .cube = false, .empty = false, .side = false, .never = false, .tied = false};
   model.gpt = {.hidden = multiple, .heads = multiple, .vocab = vocab, .positions = positions};
   model.llama = {.hidden = 2 * multiple, .heads = multiple, .intermediate = multiple, .vocab = vocab, .positions = positions};
-  return model;
+  std::vector<golden::Model> models = {model};
+  if (kind == Kind::llama && c.model.llama.experts > 0) {
+    models.push_back(model);
+    models.back().llama.experts = 2;
+    models.back().llama.expert_width = 1;
+  }
+  return models;
 }
 
 int64_t elements_of(const golden::Model& model) {
@@ -65,11 +72,13 @@ std::vector<Case> with_smallest_models(const Case& c) {
   std::vector<Case> list;
   for (const Kind kind : {Kind::mlp, Kind::odd, Kind::gpt, Kind::llama}) {
     const bool own = kind == c.model.kind;
-    Case variant = c;
-    variant.model = smallest(kind, c);
-    if (own && elements_of(variant.model) >= elements_of(c.model)) break;
-    if (!is_valid(variant)) keep_what_fits(c.options, variant);
-    if (is_valid(variant)) list.push_back(std::move(variant));
+    for (golden::Model& model : smallest(kind, c)) {
+      if (own && elements_of(model) >= elements_of(c.model)) continue;
+      Case variant = c;
+      variant.model = std::move(model);
+      if (!is_valid(variant)) keep_what_fits(c.options, variant);
+      if (is_valid(variant)) list.push_back(std::move(variant));
+    }
     if (own) break;
   }
   return list;

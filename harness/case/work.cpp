@@ -18,8 +18,10 @@ int64_t operators_of(const golden::Model& model) {
       return 4;
     case gpt:
       return 6 + 14 * model.gpt.layers;
-    case llama:
-      return 6 + 20 * model.llama.layers;
+    case llama: {
+      const golden::Llama& m = model.llama;
+      return 6 + 20 * m.layers + (m.experts > 0 ? (m.layers - m.dense_layers) * (10 + 6 * m.experts) : 0);
+    }
   }
   return 0;
 }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "harness/case/axes.h"
 #include "harness/case/parallel.h"
 #include "shardproof/algebra/strategy.h"
 
@@ -26,7 +27,7 @@ Holders holders_of(const shardproof::Strategy& row, const shardproof::Mesh& mesh
   const auto copies = [&](const shardproof::Layout& layout) {
     int64_t ranks = mesh.size();
     for (const shardproof::Axis& axis : mesh.axes())
-      if (layout.splits(axis.name)) ranks /= axis.size;
+      if (layout.splits(axis.name) || axis.name == axes::ep) ranks /= axis.size;
     return ranks;
   };
   return {.state = copies(strategy.state),
@@ -38,14 +39,20 @@ Holders holders_of(const shardproof::Strategy& row, const shardproof::Mesh& mesh
 
 Copies copies_of(const Case& c) {
   const bool canonical = c.options.arithmetic != 0, has_main = c.options.compute != fp32 || canonical;
-  const auto holders = [&](bool small) {
-    std::vector<Holders> result{
-        holders_of(shardproof::strategy(c.strategy), shardproof::data_parallel_mesh(c.mesh), has_main, small)};
-    if (has_unit_sharding(c)) result.push_back(holders_of(unit_strategy(c), unit_mesh(c), has_main, small));
+  const int64_t sharing = expert_ranks(c);
+  const auto holders = [&](bool small, bool experts) {
+    std::vector<Holders> result;
+    if (experts && sharing == 1) return result;
+    const auto seen = [&](const shardproof::Mesh& mesh) { return experts ? shardproof::expert_mesh(mesh, sharing) : mesh; };
+    result.push_back(
+        holders_of(shardproof::strategy(c.strategy), seen(shardproof::data_parallel_mesh(c.mesh)), has_main, small));
+    if (has_unit_sharding(c)) result.push_back(holders_of(unit_strategy(c), seen(unit_mesh(c)), has_main, small));
     return result;
   };
-  return {.holders = holders(false),
-          .holders_of_small = holders(true),
+  return {.holders = holders(false, false),
+          .holders_of_small = holders(true, false),
+          .holders_of_experts = holders(false, true),
+          .holders_of_small_experts = holders(true, true),
           .keep_whole = c.options.of("keep_whole_numel_max"),
           .compute = canonical                   ? at::kDouble
                      : c.options.compute == bf16 ? at::kBFloat16
@@ -63,11 +70,12 @@ std::vector<int64_t> Copies::of(const std::string& parameter, int64_t numel, int
     for (const Holders& one : all)
       copies.push_back(found == cut.end() ? one.*held : one.*held / tensor_ranks * found->second);
   };
-  // Of a parameter that is cut along tp the largest part counts, which the comparison does not know.
+  // Of a parameter that is cut along tp or ep the largest part counts, which the comparison does not know.
+  const bool is_shared = !holders_of_experts.empty() && is_of_experts(parameter);
   const bool is_small = keep_whole > 0 && numel <= keep_whole;
-  const bool may_be_small = is_small || (keep_whole > 0 && found != cut.end());
-  if (!is_small) add(holders);
-  if (may_be_small) add(holders_of_small);
+  const bool may_be_small = is_small || (keep_whole > 0 && (found != cut.end() || is_shared));
+  if (!is_small) add(is_shared ? holders_of_experts : holders);
+  if (may_be_small) add(is_shared ? holders_of_small_experts : holders_of_small);
   return copies;
 }
 

@@ -29,6 +29,8 @@ struct Copies {
   std::vector<Holders> holders = {Holders{}};
   // The same of parameters of at most `keep_whole` elements, which stay whole between steps.
   std::vector<Holders> holders_of_small = {};
+  // Both, of what ranks that share experts hold; empty: none do.
+  std::vector<Holders> holders_of_experts = {}, holders_of_small_experts = {};
   int64_t keep_whole = 0;
   at::ScalarType compute = at::kFloat;
   bool compute_parameters = true;  // whether ranks say which parameters they compute with, where these are others

@@ -19,7 +19,7 @@ at::ScalarType dtype_of(int64_t dtype) {
 bool is_called(const std::string& name, const torch::nn::Module& module) {
   const bool name_space = name == "out" || name == "lm_head";
   return !name_space && (!module.parameters(/*recurse=*/false).empty() ||
-                         by_type<GptBlockImpl, LlamaLayerImpl, LlamaAttentionImpl, LlamaMlpImpl>()(name, module));
+                         by_type<GptBlockImpl, LlamaLayerImpl, LlamaAttentionImpl, LlamaMlpImpl, MoeMlpImpl>()(name, module));
 }
 
 UnitSelector recomputed_within(const Case& c) {
@@ -37,7 +37,7 @@ UnitSelector any_unit(const Case& c) {
       return by_type<GptBlockImpl, LlamaLayerImpl>();
     case units_leaf:
       return by_type<torch::nn::LinearImpl, torch::nn::LayerNormImpl, torch::nn::EmbeddingImpl, torch::nn::Conv2dImpl,
-                     torch::nn::GroupNormImpl, RmsNormImpl>();
+                     torch::nn::GroupNormImpl, RmsNormImpl, ExpertsImpl>();
     case units_some:
       return [c](const std::string& name, const torch::nn::Module& module) {
         return is_called(name, module) && chosen(c, "unit", name);

@@ -200,7 +200,7 @@ class RankRun {
       set_parameters(*network.module, run_.parameters, resumes_ ? rank_ + 1 : rank_);
       move_to(*network.module, device_);
     }
-    if (parallel) parallel_ = parallelize(network.module, comms_, parallel_plan(case_));
+    if (parallel || expert_ranks(case_) > 1) parallel_ = parallelize(network.module, comms_, parallel_plan(case_));
     if (case_.context_ranks() > 1) context_ = context_parallel(network.module, comms_, context_options(case_));
     return case_.options.strided ? network.strided() : network;
   }

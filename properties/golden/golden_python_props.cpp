@@ -48,6 +48,24 @@ RC_GTEST_PROP(GoldenPython, a_llama_trains_as_in_pytorch, ()) {
   agree(random_run(random_llama()));
 }
 
+// Of one expert's weight over itself only roundings are left as a gradient, so such a weight is not normalized here.
+RC_GTEST_PROP(GoldenPython, a_llama_with_experts_trains_as_in_pytorch, ()) {
+  using Score = golden::Llama::Score;
+  golden::Model model = random_llama();
+  golden::Llama& m = model.llama;
+  m.expert_groups = draw(1, 3);
+  m.experts = m.expert_groups * draw(1, 3);
+  m.groups_per_token = draw(1, m.expert_groups);
+  m.experts_per_token = draw(1, m.experts / m.expert_groups * m.groups_per_token);
+  m.expert_width = draw(1, 5);
+  m.shared_width = draw(0, 3);
+  m.dense_layers = draw(0, 1);
+  m.score = pick({Score::softmax, Score::chosen_softmax, Score::sigmoid});
+  m.normalized = m.experts_per_token > 1 && pick({true, false});
+  m.expert_scale = pick({1.0, 2.5});
+  agree(random_run(model));
+}
+
 golden::Optimizer::Kind known_to_torch() {
   using enum golden::Optimizer::Kind;
   return pick({sgd, adam, adamw});

@@ -38,6 +38,7 @@
 #include "shardproof/parallel/collective_ops.h"
 #include "shardproof/parallel/context/context_attention.h"
 #include "shardproof/parallel/context/context_parallel.h"
+#include "shardproof/parallel/experts/experts.h"
 #include "shardproof/parallel/tensor/parallel_layers.h"
 #include "shardproof/parallel/tensor/tensor_parallel.h"
 #include "shardproof/sharding/fully_shard.h"

@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <cctype>
+#include <numeric>
 #include <set>
 
+#include "shardproof/algebra/axes.h"
 #include "shardproof/algebra/plan.h"
 #include "shardproof/base/check.h"
 
@@ -197,6 +199,23 @@ Mesh data_parallel_mesh(const Mesh& mesh) {
                 kContext, kShard);
   axes[shard].size *= axes[context].size;
   axes.erase(axes.begin() + static_cast<std::ptrdiff_t>(context));
+  return Mesh(axes);
+}
+
+Mesh expert_mesh(const Mesh& mesh, int64_t ranks) {
+  std::vector<Axis> axes = mesh.axes();
+  const auto shard = mesh.has(kShard) ? static_cast<size_t>(mesh.index(kShard)) : axes.size();
+  if (shard == axes.size()) axes.push_back({kShard, 1});
+  int64_t& shards = axes[shard].size;
+  const int64_t replicas = shard > 0 && axes[shard - 1].name == kReplicate ? axes[shard - 1].size : 1;
+  SHARD_REQUIRE(ranks > 0 && (shards % ranks == 0 || (ranks % shards == 0 && replicas % (ranks / shards) == 0)), "strategy",
+                "{} ranks cannot share experts on mesh '{}': their number must divide its {} ranks along {}, or be a multiple "
+                "of them that divides those along {} and {} together, where {} stands directly before it",
+                ranks, mesh.str(), shards, kShard, kReplicate, kShard, kReplicate);
+  const int64_t of_replicas = ranks / std::gcd(ranks, shards);
+  if (of_replicas > 1) axes[shard - 1].size /= of_replicas;
+  shards /= ranks / of_replicas;
+  axes.insert(axes.begin() + static_cast<std::ptrdiff_t>(shard) + 1, {axes::ep, ranks});
   return Mesh(axes);
 }
 

@@ -96,6 +96,9 @@ void require_valid(const LlamaOptions& o) {
                 "rope_scaling must have a factor, turns and positions above 0, and low_turns below high_turns, got factor={} "
                 "low_turns={} high_turns={} positions={}",
                 rope.factor, rope.low_turns, rope.high_turns, rope.positions);
+  SHARD_REQUIRE(o.router.experts == 0 || (o.expert_intermediate > 0 && o.shared_intermediate >= 0 && o.dense_layers >= 0),
+                "llama", "with experts expert_intermediate={} must be above 0, shared_intermediate={} and dense_layers={} not below",
+                o.expert_intermediate, o.shared_intermediate, o.dense_layers);
   SHARD_REQUIRE(o.heads % o.kv_heads == 0, "llama", "heads={} must be a multiple of kv_heads={}", o.heads, o.kv_heads);
 }
 
@@ -150,10 +153,10 @@ at::Tensor LlamaAttentionImpl::forward(at::Tensor x) {
   return call(o_proj_, attended.transpose(1, 2).reshape({batch, length, q.size(-1)}));
 }
 
-LlamaMlpImpl::LlamaMlpImpl(const LlamaOptions& options) {
-  gate_proj_ = register_module("gate_proj", Linear(plain(options.hidden, options.intermediate)));
-  up_proj_ = register_module("up_proj", Linear(plain(options.hidden, options.intermediate)));
-  down_proj_ = register_module("down_proj", Linear(plain(options.intermediate, options.hidden)));
+LlamaMlpImpl::LlamaMlpImpl(int64_t hidden, int64_t intermediate) {
+  gate_proj_ = register_module("gate_proj", Linear(plain(hidden, intermediate)));
+  up_proj_ = register_module("up_proj", Linear(plain(hidden, intermediate)));
+  down_proj_ = register_module("down_proj", Linear(plain(intermediate, hidden)));
 }
 
 at::Tensor LlamaMlpImpl::forward(at::Tensor x) {
@@ -161,16 +164,33 @@ at::Tensor LlamaMlpImpl::forward(at::Tensor x) {
   return call(down_proj_, (is_canonical() ? canonical_ops::silu(gate) : at::silu(gate)) * call(up_proj_, x));
 }
 
-LlamaLayerImpl::LlamaLayerImpl(const LlamaOptions& options) {
+MoeMlpImpl::MoeMlpImpl(const LlamaOptions& options) : router_(options.router) {
+  gate_ = register_module("gate", Linear(plain(options.hidden, router_.experts)));
+  experts_ = register_module("experts", Experts(router_.experts, options.hidden, options.expert_intermediate));
+  if (options.shared_intermediate > 0)
+    shared_ = register_module("shared_experts", LlamaMlp(options.hidden, options.shared_intermediate));
+}
+
+// Gradients of no more than two uses of a tensor are added, as in RmsNormImpl.
+at::Tensor MoeMlpImpl::forward(at::Tensor x) {
+  const at::Tensor routed = shared_ ? x.view_as(x) : x;
+  const Routes routes = route(call(gate_, routed).flatten(0, 1), router_);
+  const at::Tensor y = call(experts_, routed.flatten(0, 1), routes.experts, routes.weights).view(x.sizes());
+  return shared_ ? y + call(shared_, x) : y;
+}
+
+LlamaLayerImpl::LlamaLayerImpl(const LlamaOptions& options, bool has_experts) {
   attention_ = register_module("self_attn", LlamaAttention(options));
-  mlp_ = register_module("mlp", LlamaMlp(options));
+  if (has_experts) moe_ = register_module("mlp", MoeMlp(options));
+  else mlp_ = register_module("mlp", LlamaMlp(options.hidden, options.intermediate));
   input_norm_ = register_module("input_layernorm", RmsNorm(options.hidden, options.norm_eps));
   attention_norm_ = register_module("post_attention_layernorm", RmsNorm(options.hidden, options.norm_eps));
 }
 
 at::Tensor LlamaLayerImpl::forward(at::Tensor x) {
   x = x + call(attention_, call(input_norm_, x));
-  return x + call(mlp_, call(attention_norm_, x));
+  const at::Tensor normed = call(attention_norm_, x);
+  return x + (moe_ ? call(moe_, normed) : call(mlp_, normed));
 }
 
 LlamaImpl::LlamaImpl(LlamaOptions options) : options_(options) {
@@ -179,7 +199,7 @@ LlamaImpl::LlamaImpl(LlamaOptions options) : options_(options) {
   tokens_ = model->register_module("embed_tokens", Embedding(options.vocab, options.hidden));
   auto layers = model->register_module("layers", std::make_shared<torch::nn::Module>("layers"));
   for (int64_t i = 0; i < options.layers; ++i)
-    layers_.push_back(layers->register_module(std::to_string(i), LlamaLayer(options)));
+    layers_.push_back(layers->register_module(std::to_string(i), LlamaLayer(options, options.router.experts > 0 && i >= options.dense_layers)));
   norm_ = model->register_module("norm", RmsNorm(options.hidden, options.norm_eps));
   if (options.tied) {
     tied_head_ = register_module("lm_head", std::make_shared<torch::nn::Module>("lm_head"));
@@ -206,6 +226,8 @@ ParallelPlan llama_plan(const LlamaOptions& options, int64_t ranks, bool sequenc
   SHARD_REQUIRE(ranks <= options.kv_heads || options.heads % ranks == 0, "llama",
                 "{} heads over {} ranks, which share {} key-value heads: each rank must have as many", options.heads, ranks,
                 options.kv_heads);
+  SHARD_REQUIRE(options.router.experts == 0 || ranks == 1, "llama",
+                "a Llama with experts over {} ranks along tp: experts are not cut along it yet. Leave the axis out", ranks);
   const int64_t head = options.features_of_head();
   // Query heads go where their key head is.
   const int64_t together = ranks <= options.kv_heads ? options.heads / options.kv_heads : 1;

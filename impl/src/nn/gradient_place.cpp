@@ -77,11 +77,7 @@ struct Linear : torch::autograd::Function<Linear> {
     const auto saved = ctx->get_saved_variables();
     const at::Tensor &x = saved[0], &weight = saved[1], dy = rows_of(dys[0]);
     at::Tensor dx, dw;
-    if (ctx->needs_input_grad(0)) {
-      const at::Tensor rows = rows_of(x);
-      const bool by_columns = rows.stride(0) == 1 && rows.stride(1) == rows.size(0);
-      dx = (by_columns ? weight.t().mm(dy.t()).t() : dy.mm(weight)).view(x.sizes());
-    }
+    if (ctx->needs_input_grad(0)) dx = gradient_of_rows(dy, rows_of(x), weight).view(x.sizes());
     if (ctx->needs_input_grad(1) && !is_delayed(dy, rows_of(x), weight)) dw = weight_gradient(dy, rows_of(x), weight);
     const bool has_bias = ctx->saved_data["bias"].toBool();
     return {dx, dw, has_bias ? dy : at::Tensor()};  // autograd itself sums the last one to the sizes of the bias

@@ -235,7 +235,7 @@ Comm& BucketParameters::neighbours(int64_t ranks) const {
   SHARD_REQUIRE(axes.size() == 1, "bucket",
                 "{}: Reshard::within({}) counts neighbours along one axis, and {} is gathered over {}. Use always or never",
                 label_, ranks, first_name(), axes.size());
-  return comms_->within(axes.front(), ranks);
+  return comms_->within(axes.front(), std::gcd(ranks, comms_->mesh().size(axes.front())));  // fewer share experts
 }
 
 void BucketParameters::reshard_within(int64_t ranks) {

@@ -17,8 +17,9 @@ double near_root(double divisor) { return std::exp2(std::round(std::log2(std::sq
 
 }  // namespace
 
-BucketRules resolve(const ShardOptions& options, const Precision& precision, const Strategy& strategy, const Mesh& mesh,
+BucketRules resolve(const ShardOptions& options, const Strategy& strategy, const Mesh& mesh, int64_t batches,
                     at::ScalarType stored) {
+  const Precision& precision = options.precision;
   BucketRules rules;
   rules.main = precision.main.value_or(stored);
   rules.compute = precision.compute.value_or(stored);
@@ -37,7 +38,8 @@ BucketRules resolve(const ShardOptions& options, const Precision& precision, con
   rules.publish = options.publish;
   rules.sum_axes = strategy.produced.partial;
 
-  double ranks = 1;
+  const auto of_a_term = static_cast<double>(batches);
+  double ranks = of_a_term;
   for (const std::string& axis : rules.sum_axes) ranks *= static_cast<double>(mesh.size(axis));
   const double total = options.divide_by_tokens ? 1 : options.gradient_divide != 0 ? options.gradient_divide : ranks;
   switch (options.divide) {
@@ -49,7 +51,7 @@ BucketRules resolve(const ShardOptions& options, const Precision& precision, con
                     "Divide::in_collective averages over the {} ranks; it cannot divide by {}. Use Divide::after", ranks,
                     total);
       rules.reduction.average = true;
-      rules.divide_after = 1;
+      rules.divide_after = of_a_term;
       return rules;
   }
   rules.divide_after = total / rules.divide_before;

@@ -26,9 +26,9 @@ struct BucketRules {
   std::vector<std::string> sum_axes;  // along which gradients are partial
 };
 
-// Fills in what options leave open. `stored` is the dtype of the module's parameters. Throws Error where the options
-// contradict each other.
-BucketRules resolve(const ShardOptions& options, const Precision& precision, const Strategy& strategy, const Mesh& mesh,
+// Fills in what options leave open. `stored` is the dtype of the module's parameters. A term of their gradients is the sum over
+// the batches of `batches` ranks, of experts those that share them. Throws Error where the options contradict each other.
+BucketRules resolve(const ShardOptions& options, const Strategy& strategy, const Mesh& mesh, int64_t batches,
                     at::ScalarType stored);
 
 }  // namespace shardproof

@@ -5,25 +5,23 @@
 #include <algorithm>
 #include <cmath>
 
-#include "parallel/tensor/parallel_state.h"
 #include "sharding/sharded_impl.h"
-#include "sharding/state_groups.h"
 #include "shardproof/base/check.h"
 #include "testing/device/exact_sum.h"
 
 namespace shardproof {
 namespace {
 
-// Whether a rank with a lower coordinate along one of these axes holds the same.
-bool is_copy_along(const Mesh& axes, const Placement& at, int64_t rank) {
-  return std::any_of(axes.axes().begin(), axes.axes().end(), [&](const Axis& axis) {
+// Whether a rank with a lower coordinate along some axis holds the same.
+bool is_copy(const Placement& at, int64_t rank) {
+  return std::ranges::any_of(at.mesh.axes(), [&](const Axis& axis) {
     return !at.layout.splits(axis.name) && at.mesh.coordinate(rank, axis.name) != 0;
   });
 }
 
-// Runs `visit` on every run of owned gradient elements of trained parameters, as float or double; never on padding, nor on what
-// a lower rank along the tensor-parallel axis has as well. The runs may be used as long as the tensors returned live. They are
-// in the CPU's memory, those of a device after a copy; or, where they `stay`, in its own.
+// Runs `visit` on every run of gradient elements of trained parameters that no lower rank holds as well, as float or double;
+// never on padding. Over the ranks of the world each element of each parameter comes once. The runs may be used as long as the
+// tensors returned live. They are in the CPU's memory, those of a device after a copy; or, where they `stay`, in its own.
 struct Visited {
   bool stay = false;
   bool floats = true;  // all but float64
@@ -43,7 +41,7 @@ std::vector<at::Tensor> visit_gradients(const std::vector<Bucket*>& buckets, con
       if (!bucket->trains(segment.member)) continue;
       const BucketParameter& member = bucket->layout().members()[segment.member];
       const Placement at = bucket->layout().placement(member, bucket->layout().state());
-      if (is_copy_along(member.own.mesh, at, bucket->layout().rank())) continue;
+      if (is_copy(at, bucket->layout().rank())) continue;
       for (const OwnedRun& run : owned_runs(member.whole, at.mesh, at.layout, bucket->layout().rank())) {
         if (!run.first_copy) continue;
         const int64_t begin = segment.local + run.local;
@@ -57,58 +55,45 @@ std::vector<at::Tensor> visit_gradients(const std::vector<Bucket*>& buckets, con
 }
 
 template <class Number>
-void reduce_over_shards(Sharded::Impl& state, const StateGroup& group, std::span<Number> numbers, Reduce op) {
+void reduce_over_world(Sharded::Impl& state, std::span<Number> numbers, Reduce op) {
   const at::Tensor values = at::empty({std::ssize(numbers)}, c10::CppTypeToScalarType<Number>::value);
   std::ranges::copy(numbers, values.mutable_data_ptr<Number>());
-  group.all_reduce(values, op);
-  if (state.parallel) state.comms->along({state.parallel->axis()}).all_reduce(values, op).wait();
+  state.comms->world().all_reduce(values, op).wait();
   std::copy_n(values.const_data_ptr<Number>(), numbers.size(), numbers.begin());
 }
 template <class Number>
-void reduce_over_shards(Sharded::Impl& state, const StateGroup& group, Number& number, Reduce op) {
-  reduce_over_shards(state, group, std::span(&number, 1), op);
+void reduce_over_world(Sharded::Impl& state, Number& number, Reduce op) {
+  reduce_over_world(state, std::span(&number, 1), op);
 }
 
 // The terms that are float32; all of them in one call, for which a device's kernel is started once.
-void add_floats(Sharded::Impl& state, const StateGroup& group, ExactSum& sum) {
+void add_floats(Sharded::Impl& state, ExactSum& sum) {
   std::vector<FlatSpan> spans;
-  const auto alive = visit_gradients(group.buckets, {.stay = true, .doubles = false}, [&](const BucketParameter&, auto values) {
-    if constexpr (std::is_same_v<decltype(values), std::span<const float>>)
-      spans.push_back({values.data(), std::ssize(values)});
-  });
+  const auto alive =
+      visit_gradients(state.schedule.buckets(), {.stay = true, .doubles = false}, [&](const BucketParameter&, auto values) {
+        if constexpr (std::is_same_v<decltype(values), std::span<const float>>)
+          spans.push_back({values.data(), std::ssize(values)});
+      });
   sum.add(state.state_device(), spans);
 }
 
-double exact_sum(Sharded::Impl& state, ExactSum::Term term) {
-  ExactSum total(term);
-  double total_of_doubles = 0;
-  for (const StateGroup& group : state_groups(state.schedule)) {
-    ExactSum sum(term);
-    add_floats(state, group, sum);
-    double doubles = 0;
-    visit_gradients(group.buckets, {.floats = false}, [&](const BucketParameter&, auto values) {
-      for (const double value : values) doubles += term == ExactSum::Term::square ? value * value : std::abs(value);
-    });
-    reduce_over_shards(state, group, std::span<int64_t>(sum.counters()), Reduce::sum);
-    reduce_over_shards(state, group, doubles, Reduce::sum);
-    for (size_t i = 0; i < total.counters().size(); ++i) total.counters()[i] += sum.counters()[i];
-    total_of_doubles += doubles;
-  }
-  return total.total() + total_of_doubles;
+// That of what this rank adds.
+double plain_sum(Sharded::Impl& state, ExactSum::Term term, bool floats) {
+  double sum = 0;
+  visit_gradients(state.schedule.buckets(), {.floats = floats}, [&](const BucketParameter&, auto values) {
+    for (const auto value : values)
+      sum += term == ExactSum::Term::square ? static_cast<double>(value) * value : std::abs(static_cast<double>(value));
+  });
+  return sum;
 }
 
-double plain_sum(Sharded::Impl& state, ExactSum::Term term) {
-  double total = 0;
-  for (const StateGroup& group : state_groups(state.schedule)) {
-    double sum = 0;
-    visit_gradients(group.buckets, {}, [&](const BucketParameter&, auto values) {
-      for (const auto value : values)
-        sum += term == ExactSum::Term::square ? static_cast<double>(value) * value : std::abs(static_cast<double>(value));
-    });
-    reduce_over_shards(state, group, sum, Reduce::sum);
-    total += sum;
-  }
-  return total;
+double sum_over_world(Sharded::Impl& state, ExactSum::Term term, bool exact) {
+  ExactSum floats(term);
+  if (exact) add_floats(state, floats);
+  double others = plain_sum(state, term, /*floats=*/!exact);
+  if (exact) reduce_over_world(state, std::span<int64_t>(floats.counters()), Reduce::sum);
+  reduce_over_world(state, others, Reduce::sum);
+  return exact ? floats.total() + others : others;
 }
 
 // NaN if there is one. Each run has its largest on the device, and one number is copied to the host.
@@ -137,8 +122,7 @@ double largest_on_host(Sharded::Impl& state) {
 
 double largest_magnitude(Sharded::Impl& state) {
   double most = state.state_device().is_cpu() ? largest_on_host(state) : largest_on_device(state);
-  for (const StateGroup& group : state_groups(state.schedule))
-    reduce_over_shards(state, group, most, Reduce::max);
+  reduce_over_world(state, most, Reduce::max);
   return most;
 }
 
@@ -146,7 +130,7 @@ double norm_of_order(Sharded::Impl& state, double order) {
   if (order == std::numeric_limits<double>::infinity()) return largest_magnitude(state);
   const ExactSum::Term term = order == 1 ? ExactSum::Term::magnitude : ExactSum::Term::square;
   const bool exact = state.options.numerics != Numerics::fast || !state.state_device().is_cpu();  // there it costs no more
-  const double sum = exact ? exact_sum(state, term) : plain_sum(state, term);
+  const double sum = sum_over_world(state, term, exact);
   return order == 1 ? sum : std::sqrt(sum);
 }
 
@@ -160,8 +144,7 @@ double norm_of_order(Sharded::Impl& state, double order) {
     if (std::all_of(values.begin(), values.end(), [](auto value) { return std::isfinite(value); })) return;
     first = std::min<int64_t>(first, std::find(members.begin(), members.end(), &member) - members.begin());
   });
-  for (const StateGroup& group : state_groups(state.schedule))
-    reduce_over_shards(state, group, first, Reduce::min);
+  reduce_over_world(state, first, Reduce::min);
   const std::string name = first < static_cast<int64_t>(members.size()) ? members[first]->name : "no single parameter";
   throw NonFiniteError(
       fmt::format("[gradient_norm] rank {}, step {}: the norm of the reduced gradient is {}, through {}. "

@@ -6,9 +6,12 @@
 #include <map>
 #include <unordered_map>
 
+#include <fmt/ranges.h>
+
 #include "parallel/tensor/parallel_state.h"
 #include "sharding/shard_plan.h"
 #include "sharding/shard_validate.h"
+#include "shardproof/algebra/axes.h"
 #include "shardproof/base/check.h"
 #include "shardproof/comm/agree.h"
 #include "shardproof/nn/meta_init.h"
@@ -22,20 +25,22 @@ void measure(NamedParameter& parameter, const ParallelState* parallel) {
   const ParallelParameter* known = parallel ? parallel->find(parameter.tensor) : nullptr;
   if (!known) return;
   parameter.grad_partial_ranks = known->grad_partial_ranks;
-  for (int64_t part = 0; part < parallel->parts(); ++part)
-    parameter.room = std::max(parameter.room, owned_numel(known->shape, parallel->view(), known->layout, part));
+  if (known->layout.splits(axes::ep)) parameter.expert_ranks = parallel->expert_ranks();
+  const Mesh& view = parallel->view(known->layout);
+  for (int64_t part = 0; part < view.size(); ++part)
+    parameter.room = std::max(parameter.room, owned_numel(known->shape, view, known->layout, part));
 }
 
 BucketParameter member_of(const NamedParameter& parameter, const ParallelState* parallel) {
   const Shape shape = parameter.tensor.sizes().vec();
   BucketParameter member{
       .name = parameter.name, .shape = shape, .numel = parameter.tensor.numel(), .room = parameter.room, .whole = shape};
-  if (!parallel || parallel->parts() == 1) return member;
-  member.own.mesh = parallel->view();
-  if (const ParallelParameter* cut = parallel->find(parameter.tensor)) {
-    member.whole = cut->shape;
-    member.own.layout = cut->layout;
-  }
+  if (!parallel) return member;
+  const ParallelParameter* known = parallel->find(parameter.tensor);
+  const Layout layout = known ? known->layout : replicated();
+  if (parallel->view(layout).size() == 1) return member;
+  member.own = {parallel->view(layout), layout};
+  if (known) member.whole = known->shape;
   return member;
 }
 
@@ -93,6 +98,22 @@ UnitSharding sharding_of(const Sharded::Impl& sharded, const UnitPlan& plan, Sha
   return result;
 }
 
+// That of the unit's experts, which fewer ranks share.
+UnitSharding sharding_of_experts(const Sharded::Impl& sharded, const UnitPlan& plan, UnitSharding how, Shared& shared) {
+  const int64_t ranks = sharded.parallel->expert_ranks(), rank = sharded.comms->rank();
+  const auto seen = [&](const Mesh& mesh) { return expert_mesh(mesh, ranks).peers(rank, {axes::ep}); };
+  SHARD_REQUIRE(seen(how.comms->mesh()) == seen(sharded.comms->mesh()), "fully_shard",
+                "unit '{}' has mesh '{}', on which rank {} shares experts with ranks {}; they were given to ranks {} of '{}'",
+                plan.name(), how.comms->mesh().str(), rank, fmt::join(seen(how.comms->mesh()), " "),
+                fmt::join(seen(sharded.comms->mesh()), " "), sharded.comms->mesh().str());
+  const Mesh mesh = expert_mesh(how.comms->mesh(), ranks);
+  std::shared_ptr<MeshComm>& view = shared.views[mesh.str()];
+  if (!view) view = sharded.comms->on(mesh);
+  how.comms = view;
+  how.strategy = strategy_on(how.options, mesh);
+  return how;
+}
+
 // Of a unit whose options leave it to the strategy.
 Reshard reshard_of(const Strategy& strategy) {
   if (!strategy.between || *strategy.between == strategy.parameter) return Reshard::always();
@@ -116,7 +137,7 @@ std::unique_ptr<Bucket> make_bucket(Sharded::Impl& sharded, const UnitPlan& plan
   }
   const Mesh& mesh = how.comms->mesh();
   const Strategy strategy = stays_whole(parameters.front(), how.options) ? keeping_whole(how.strategy) : how.strategy;
-  BucketRules rules = resolve(how.options, how.options.precision, strategy, mesh, tensors.front().scalar_type());
+  BucketRules rules = resolve(how.options, strategy, mesh, parameters.front().expert_ranks, tensors.front().scalar_type());
   rules.grad_partial_ranks = parameters.front().grad_partial_ranks;
   const auto alignment = how.options.alignment_bytes / static_cast<int64_t>(c10::elementSize(rules.compute));
   BucketLayout layout(std::move(members), strategy, mesh, how.comms->rank(), alignment, how.options.granularity,
@@ -150,7 +171,8 @@ void build_unit(Sharded::Impl& sharded, const UnitPlan& plan, Shared& shared) {
   const Precision& precision = how.options.precision;
   std::vector<std::unique_ptr<Bucket>> buckets;
   for (const auto& parameters : split_into_buckets(plan, how.options))
-    buckets.push_back(make_bucket(sharded, plan, how, parameters));
+    buckets.push_back(make_bucket(
+        sharded, plan, parameters.front().expert_ranks > 1 ? sharding_of_experts(sharded, plan, how, shared) : how, parameters));
   auto unit = std::make_shared<Unit>(sharded.schedule, plan.name(), std::move(buckets), plan.modules.size());
   UnitSettings& settings = unit->settings;
   const bool is_root = plan.modules.front().second == sharded.module;

@@ -178,11 +178,11 @@ bool stays_whole(const NamedParameter& parameter, const ShardOptions& options) {
 }
 
 std::vector<std::vector<NamedParameter>> split_into_buckets(const UnitPlan& plan, const ShardOptions& options) {
-  using Kind = std::tuple<bool, at::ScalarType, bool, int64_t, bool>;  // trained ones first
+  using Kind = std::tuple<bool, at::ScalarType, bool, int64_t, bool, int64_t>;  // trained ones first
   const auto kind_of = [&](const NamedParameter& parameter) {
     const at::Tensor& tensor = parameter.tensor;
     return Kind{!tensor.requires_grad(), tensor.scalar_type(), tensor.is_meta(), parameter.grad_partial_ranks,
-                stays_whole(parameter, options)};
+                stays_whole(parameter, options), parameter.expert_ranks};
   };
   std::map<Kind, std::vector<NamedParameter>> kinds;
   for (const NamedParameter& parameter : plan.parameters) kinds[kind_of(parameter)].push_back(parameter);

@@ -15,8 +15,9 @@ namespace shardproof {
 struct NamedParameter {
   std::string name;
   at::Tensor tensor;
-  int64_t room = 0;                // elements of the largest part along the tensor-parallel axis
+  int64_t room = 0;                // elements of the largest part along the axis that cuts it
   int64_t grad_partial_ranks = 1;  // so many ranks along that axis hold terms of its gradient
+  int64_t expert_ranks = 1;        // so many ranks along ep hold parts of it, and their tokens are in its gradient already
   int64_t bytes() const { return room * static_cast<int64_t>(tensor.element_size()); }
 };
 
@@ -57,8 +58,8 @@ UnitPlans plan_units(const std::shared_ptr<torch::nn::Module>& root, const std::
 // Whether ShardOptions::keep_whole_numel_max says so. The same on every rank.
 bool stays_whole(const NamedParameter& parameter, const ShardOptions& options);
 
-// Parameters of one unit, split by dtype, device, requires-grad, terms and whether they stay whole, and by size. The same on
-// every rank.
+// Parameters of one unit, split by dtype, device, requires-grad, terms, whether they stay whole and whether they are experts',
+// and by size. The same on every rank.
 std::vector<std::vector<NamedParameter>> split_into_buckets(const UnitPlan& plan, const ShardOptions& options);
 
 }  // namespace shardproof

@@ -61,7 +61,7 @@ void validate_view(const std::string& unit, int64_t rank, const Mesh& view, cons
                 "unit '{}' sums gradients of rank {} over ranks {} of its mesh '{}', and other units over ranks {} of '{}'. "
                 "Give it a mesh whose data-parallel axes join the same ranks",
                 unit, rank, fmt::join(summed(view, own), " "), view.str(), fmt::join(summed(mesh, all), " "), mesh.str());
-  if (!parallel) return;
+  if (!parallel || parallel->parts() == 1) return;
   const std::string& axis = parallel->axis();
   SHARD_REQUIRE(view.has(axis) && view.peers(rank, {axis}) == mesh.peers(rank, {axis}), "fully_shard",
                 "unit '{}' has mesh '{}', and parameters were cut along {} of '{}'. Give both meshes the same axis {}", unit,
@@ -200,9 +200,9 @@ Facts facts_of(const torch::nn::Module& root, const UnitPlans& plans, const Shar
   for (const UnitPlan& plan : plans.units) {
     facts.emplace_back("unit '" + plan.name() + "'", said(plan));
     for (size_t i = 0; i < plan.parameters.size(); ++i) {
-      const auto& [name, tensor, room, terms] = plan.parameters[i];
+      const at::Tensor& tensor = plan.parameters[i].tensor;
       const ParallelParameter* cut = parallel ? parallel->find(tensor) : nullptr;
-      facts.emplace_back("parameter " + name,
+      facts.emplace_back("parameter " + plan.parameters[i].name,
                          fmt::format("{}{}, number {} of unit '{}'", said(tensor, cut ? cut->shape : tensor.sizes().vec()),
                                      tensor.requires_grad() ? "" : ", frozen", i + 1, plan.name()));
     }

@@ -8,6 +8,7 @@
 
 #include "harness/case/generate.h"
 #include "harness/case/mesh_order.h"
+#include "harness/case/model_fields.h"
 #include "properties/kit/expect_error.h"
 #include "shardproof/algebra/strategy.h"
 
@@ -122,6 +123,45 @@ TEST(Case, every_field_of_a_llama_is_in_the_text) {
   }
 }
 
+constexpr const char* kExperts =
+    "llama(layers=2,hidden=8,heads=2,kv_heads=1,intermediate=7,vocab=9,positions=5,experts=6,top_k=2,expert_groups=3,"
+    "groups_per_token=2) mesh(dp_shard=2) zero1 sgd(lr=0.1) ordered seed=1 : step";
+
+TEST(Case, every_field_of_experts_is_in_the_text_and_has_simpler_values) {
+  const Case base = Case::parse(kExperts);
+  EXPECT_EQ(base.str(), kExperts);
+  using golden::Llama;
+  const std::vector<std::function<void(Llama&)>> changes = {[](Llama& m) { m.experts = 9; },
+                                                            [](Llama& m) { m.experts_per_token = 3; },
+                                                            [](Llama& m) { m.expert_width = 5; },
+                                                            [](Llama& m) { m.shared_width = 3; },
+                                                            [](Llama& m) { m.dense_layers = 1; },
+                                                            [](Llama& m) { m.score = Llama::Score::chosen_softmax; },
+                                                            [](Llama& m) { m.score = Llama::Score::sigmoid; },
+                                                            [](Llama& m) { m.normalized = false; },
+                                                            [](Llama& m) { m.expert_scale = 2.5; },
+                                                            [](Llama& m) { m.expert_groups = 2; },
+                                                            [](Llama& m) { m.groups_per_token = 3; }};
+  std::set<std::string> texts = {base.str()};
+  for (const auto& change : changes) {
+    Case c = base;
+    change(c.model.llama);
+    EXPECT_TRUE(texts.insert(c.str()).second) << "not in the text: " << c.str();
+    EXPECT_EQ(Case::parse(c.str()), c);
+  }
+  std::set<std::string> simpler;
+  for (const ModelField& field : model_fields(base.model.kind))
+    for (const golden::Model& model : field.simpler(base.model)) {
+      Case c = base;
+      c.model = model;
+      if (is_valid(c)) simpler.insert(str(model).substr(str(model).find("positions=5") + 11));
+    }
+  for (const char* rest : {")", ",experts=3,top_k=2,expert_groups=3,groups_per_token=2)", ",experts=5,top_k=2)",
+                           ",experts=6,expert_groups=3,groups_per_token=2)", ",experts=6,top_k=2)",
+                           ",experts=6,top_k=2,expert_groups=3)", ",experts=6,top_k=2,expert_groups=2,groups_per_token=2)"})
+    EXPECT_TRUE(simpler.contains(rest)) << rest;
+}
+
 TEST(Case, what_equals_its_default_is_left_out) {
   const Case c = Case::parse(
       "mlp(widths=5-7-3,act=tanh,bias) mesh(dp_shard=4) zero3(units=block,bucket_bytes_max=0,reshard=1,alignment_bytes=512) "
@@ -230,6 +270,29 @@ TEST(Case, what_cannot_run_is_refused) {
   refused(with("ordered", "exact"), {"exact", "act=identity or act=relu"});
 }
 
+TEST(Case, experts_that_cannot_run_are_refused) {
+  const auto refused = [](const char* part, const char* other, std::initializer_list<std::string> parts) {
+    const std::string text = std::string(kExperts).replace(std::string(kExperts).find(part), strlen(part), other);
+    expect_error([&] { Case::parse(text); }, parts);
+  };
+  refused("experts=6,", "experts=5,", {"expert_groups=3", "experts=5"});
+  refused("experts=6,", "experts=-1,", {"experts"});
+  refused("experts=6,", "", {"without experts", "experts=4"});
+  refused("top_k=2", "top_k=5", {"top_k=5", "at most the 4 experts"});
+  refused("top_k=2", "top_k=0", {"top_k", "at least 1"});
+  refused("top_k=2", "top_k=2,expert_width=0", {"expert_width"});
+  refused("top_k=2", "top_k=2,shared_width=-1", {"shared_width=-1"});
+  refused("top_k=2", "top_k=2,dense_layers=2", {"dense_layers=2", "layers=2"});
+  refused("top_k=2", "top_k=2,dense_layers=-1", {"dense_layers=-1"});
+  refused("top_k=2", "top_k=2,score=linear", {"score=softmax|chosen_softmax|sigmoid"});
+  refused("top_k=2", "top_k=2,expert_scale=0", {"expert_scale=0"});
+  refused("groups_per_token=2", "groups_per_token=4", {"groups_per_token=4"});
+  refused("mesh(dp_shard=2) zero1 sgd(lr=0.1) ordered", "mesh(dp_shard=2,tp=2) zero1 sgd(lr=0.1) fast",
+          {"experts beside tp=2"});
+  refused("zero1 sgd(lr=0.1) ordered", "zero1(arithmetic=canonical,loss=sum) sgd(lr=0.1) canonical",
+          {"arithmetic=canonical has no experts"});
+}
+
 TEST(Generate, every_case_is_valid_and_a_function_of_seed_and_index) {
   std::set<std::string> texts;
   for (int64_t i = 0; i < 2000; ++i) {
@@ -273,6 +336,7 @@ TEST(Generate, no_feature_is_rare) {
     counts["decay"] += c.optimizer.weight_decay != 0;
     counts["groups"] += c.groups != 0;
     counts["dropout"] += c.model.dropout() > 0;
+    counts["experts"] += c.model.kind == golden::Model::Kind::llama && c.model.llama.experts > 0;
     const bool parallel = c.microbatch_ranks() > 1;
     counts["dropout with tp or cp"] += c.model.dropout() > 0 && parallel;
     counts["low precision with tp or cp"] += c.options.compute != fp32 && parallel;
@@ -299,7 +363,7 @@ TEST(Generate, no_feature_is_rare) {
       counts[std::string("option ") + row.key] += row.of(c.options) != row.of(CaseOptions{});
   }
   const size_t of_strategies = shardproof::strategies().size() + 1;
-  EXPECT_EQ(counts.size(), of_strategies + 4 + 5 + 5 + 6 + 4 + 11 + 2 + option_rows().size())
+  EXPECT_EQ(counts.size(), of_strategies + 4 + 5 + 5 + 7 + 4 + 11 + 2 + option_rows().size())
       << "a kind of case is never drawn";
   for (const auto& [feature, count] : counts) EXPECT_GE(count * 100, 2 * kCases) << feature;
 }

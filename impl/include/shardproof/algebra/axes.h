@@ -7,5 +7,6 @@ inline constexpr char dp_replicate[] = "dp_replicate";  // ranks with the same p
 inline constexpr char dp_shard[] = "dp_shard";          // ranks that share parameters, gradients or state, with other samples
 inline constexpr char cp[] = "cp";                      // ranks that share the sequences of one microbatch
 inline constexpr char tp[] = "tp";                      // ranks that share the layers of one model
+inline constexpr char ep[] = "ep";                      // ranks with other experts, on the view of the ranks that experts see
 
 }  // namespace shardproof::axes

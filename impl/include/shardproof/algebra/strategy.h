@@ -80,6 +80,12 @@ Strategy on_mesh(Strategy strategy, const Mesh& mesh);
 // `dp_shard` directly.
 Mesh data_parallel_mesh(const Mesh& mesh);
 
+// The same ranks as experts see them. `ranks` neighbours hold different experts and lie along the last axis, `ep`; the ranks
+// that have the same ones lie along what is left of dp_shard and, where ep takes all of dp_shard and more, of dp_replicate. On
+// dp_replicate=2,dp_shard=4 two ranks give dp_replicate=2,dp_shard=2,ep=2, and eight give dp_replicate=1,dp_shard=1,ep=8.
+// Throws Error when that does not divide. `mesh` is as data_parallel_mesh gives it.
+Mesh expert_mesh(const Mesh& mesh, int64_t ranks);
+
 // The strategy whose reduction after every microbatch goes all the way to the layout that the optimizer reads, so that nothing
 // is left to sum after the last one. Rows that add microbatches before they reduce (ddp, zero1) stay as they are.
 Strategy reducing_replicas_every_time(Strategy strategy);

@@ -17,6 +17,8 @@
 
 namespace shardproof {
 
+class Comm;
+
 // What the library does around the forward of a unit. It is private to the library and stands here because `call` is a
 // template.
 class UnitHooks {
@@ -51,6 +53,8 @@ class ParallelHooks {
   virtual at::Tensor run(const Forward& forward, at::Tensor input) = 0;
   // Whether it only says what the module has, so that `run` is the forward itself and any forward will do.
   virtual bool only_places() const { return false; }
+  // The ranks that have other experts of the module; null where it has all that there are.
+  virtual std::shared_ptr<Comm> expert_group() const { return nullptr; }
 };
 
 // What `add_lora` (models/lora.h) adds to the output of a module that takes one tensor and returns one. It is private to the

@@ -14,6 +14,7 @@
 #include "shardproof/nn/attention.h"
 #include "shardproof/nn/canonical/canonical.h"
 #include "shardproof/nn/dropout.h"
+#include "shardproof/parallel/experts/experts.h"
 #include "shardproof/parallel/tensor/tensor_parallel.h"
 
 namespace shardproof {
@@ -141,6 +142,11 @@ struct LlamaOptions {
   int64_t head_size = 0;         // how many features a head has, an even number; 0: hidden / heads
   int64_t longest = 0;           // the longest sequence that the model takes; 0: any
   RopeScaling rope_scaling = {};
+  // With experts a layer has a MoeMlp in place of the gated MLP.
+  RouterOptions router = {};
+  int64_t expert_intermediate = 0;  // the width of each expert
+  int64_t shared_intermediate = 0;  // that of a gated MLP beside the experts, which every token gets; 0: there is none
+  int64_t dense_layers = 0;         // so many layers, the first ones, have the gated MLP all the same
 
   int64_t features_of_head() const { return head_size > 0 ? head_size : hidden / heads; }
 };
@@ -179,7 +185,7 @@ TORCH_MODULE(LlamaAttention);
 // The gated MLP: down(silu(gate(x)) * up(x)).
 class LlamaMlpImpl : public torch::nn::Module, public CanonicalPart {
  public:
-  explicit LlamaMlpImpl(const LlamaOptions& options);
+  LlamaMlpImpl(int64_t hidden, int64_t intermediate);
   at::Tensor forward(at::Tensor x);
 
  private:
@@ -187,14 +193,30 @@ class LlamaMlpImpl : public torch::nn::Module, public CanonicalPart {
 };
 TORCH_MODULE(LlamaMlp);
 
+// A router, "gate.weight" [experts, hidden], with its "experts" and, where there is one, the gated MLP "shared_experts":
+// [B, T, hidden] -> [B, T, hidden].
+class MoeMlpImpl : public torch::nn::Module {
+ public:
+  explicit MoeMlpImpl(const LlamaOptions& options);
+  at::Tensor forward(at::Tensor x);
+
+ private:
+  RouterOptions router_;
+  Linear gate_{nullptr};
+  Experts experts_{nullptr};
+  LlamaMlp shared_{nullptr};
+};
+TORCH_MODULE(MoeMlp);
+
 class LlamaLayerImpl : public torch::nn::Module {
  public:
-  explicit LlamaLayerImpl(const LlamaOptions& options);
+  LlamaLayerImpl(const LlamaOptions& options, bool has_experts);
   at::Tensor forward(at::Tensor x);
 
  private:
   LlamaAttention attention_{nullptr};
-  LlamaMlp mlp_{nullptr};
+  LlamaMlp mlp_{nullptr};  // null where the layer has experts
+  MoeMlp moe_{nullptr};
   RmsNorm input_norm_{nullptr}, attention_norm_{nullptr};
 };
 TORCH_MODULE(LlamaLayer);
@@ -204,7 +226,10 @@ TORCH_MODULE(LlamaLayer);
 // "model.layers.<i>.mlp.{gate,up,down}_proj.weight", "model.layers.<i>.{input,post_attention}_layernorm.weight",
 // "model.norm.weight" and "lm_head.weight", which is the embedding's weight itself when tied. With qkv_bias they are those of
 // Qwen2ForCausalLM, which also has "model.layers.<i>.self_attn.{q,k,v}_proj.bias". With qk_norm they are those of
-// Qwen3ForCausalLM, which also has "model.layers.<i>.self_attn.{q,k}_norm.weight".
+// Qwen3ForCausalLM, which also has "model.layers.<i>.self_attn.{q,k}_norm.weight". A layer with experts has
+// "model.layers.<i>.mlp.gate.weight", "model.layers.<i>.mlp.experts.{gate_up,down}_proj" and, of a shared MLP,
+// "model.layers.<i>.mlp.shared_experts.{gate,up,down}_proj.weight" in place of the MLP's, as MixtralForCausalLM and
+// Qwen3MoeForCausalLM have in memory.
 class LlamaImpl : public torch::nn::Module, public CanonicalPart {
  public:
   explicit LlamaImpl(LlamaOptions options);

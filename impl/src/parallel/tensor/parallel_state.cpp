@@ -2,11 +2,25 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
+#include "shardproof/algebra/axes.h"
+#include "shardproof/algebra/strategy.h"
 #include "shardproof/base/check.h"
 #include "shardproof/comm/redistribute.h"
 
 namespace shardproof {
 namespace {
+
+// A plan that only gives experts away needs no axis of its own.
+std::shared_ptr<MeshComm> with_axis(std::shared_ptr<MeshComm> comms, const ParallelPlan& plan) {
+  const bool has_others = std::ranges::any_of(
+      plan.styles, [](const auto& style) { return !std::holds_alternative<ExpertParallel>(style.second); });
+  if (comms->mesh().has(plan.axis) || has_others || plan.styles.empty()) return comms;
+  std::vector<Axis> axes = comms->mesh().axes();
+  axes.push_back({plan.axis, 1});
+  return comms->on(Mesh(axes));
+}
 
 Comm& group_of(MeshComm& comms, const std::string& axis) {
   SHARD_REQUIRE(comms.mesh().has(axis), "tensor_parallel", "mesh '{}' has no axis {}; name it as the plan's axis",
@@ -17,7 +31,7 @@ Comm& group_of(MeshComm& comms, const std::string& axis) {
 }  // namespace
 
 ParallelState::ParallelState(std::shared_ptr<MeshComm> comms, ParallelPlan plan)
-    : comms_(std::move(comms)),
+    : comms_(with_axis(std::move(comms), plan)),
       plan_(std::move(plan)),
       group_(&group_of(*comms_, plan_.axis)),
       view_(std::make_unique<MeshComm>(group_->shared(), Mesh(std::vector<Axis>{{plan_.axis, group_->size()}}))) {}
@@ -43,15 +57,39 @@ int64_t ParallelState::sequence_length(int64_t local) const {
   return seen == sequence_lengths().end() ? local * parts() : seen->second;
 }
 
+Comm& ParallelState::share_experts(const ExpertParallel& style) {
+  if (!experts_) {
+    SHARD_REQUIRE(parts() == 1, "tensor_parallel",
+                  "experts beside {} ranks along {}: the library does not share them between ranks that work on one batch yet. "
+                  "Leave the axis out",
+                  parts(), axis());
+    const auto view = comms_->on(expert_mesh(data_parallel_mesh(comms_->mesh()), style.ranks));
+    experts_ = std::make_unique<MeshComm>(view->along({axes::ep}).shared(), Mesh({{axes::ep, style.ranks}}));
+  }
+  SHARD_REQUIRE(expert_ranks() == style.ranks, "tensor_parallel", "experts over {} ranks and others over {}; give all the same",
+                expert_ranks(), style.ranks);
+  return experts_->world();
+}
+
+MeshComm& ParallelState::on(const Layout& layout) const { return layout.splits(axes::ep) ? *experts_ : *view_; }
+
 at::Tensor ParallelState::cut(const Layout& layout, const at::Tensor& whole) const {
-  return redistribute(whole.contiguous(), whole.sizes().vec(), replicated(), layout, *view_);
+  return redistribute(whole.contiguous(), whole.sizes().vec(), replicated(), layout, on(layout));
 }
 
 at::Tensor ParallelState::join(const ParallelParameter& parameter, const at::Tensor& local) const {
   const at::NoGradGuard no_grad;
   at::Tensor own = local.detach().contiguous();
-  const at::Tensor whole = redistribute(own, parameter.shape, parameter.layout, replicated(), *view_);
+  const at::Tensor whole = redistribute(own, parameter.shape, parameter.layout, replicated(), on(parameter.layout));
   return whole.is_alias_of(own) ? whole.clone() : whole;
+}
+
+void take_values_of_rank_0(const at::Tensor& tensor, Comm& group) {
+  if (tensor.is_meta()) return;
+  const at::NoGradGuard no_grad;
+  at::Tensor values = tensor.detach().contiguous();
+  group.broadcast(values, 0).wait();
+  if (values.const_data_ptr() != tensor.const_data_ptr()) tensor.detach().copy_(values);
 }
 
 std::shared_ptr<ParallelState> parallel_state(const torch::nn::Module& root) {

@@ -26,8 +26,13 @@ class ParallelState {
   Comm& group() const { return *group_; }
   int64_t parts() const { return group_->size(); }
   int64_t part() const { return group_->rank(); }
-  // The axis alone, as a view of the mesh: its ranks are the parts.
+  // The axis alone, as a view of the mesh: its ranks are the parts. Of a layout: the axis that it is on.
   const Mesh& view() const { return view_->mesh(); }
+  const Mesh& view(const Layout& layout) const { return on(layout).mesh(); }
+  // The ranks that hold different experts, 1 where no style gives any away; and this rank's group of them. Collective over the
+  // mesh at first. Throws Error when another style named another number.
+  Comm& share_experts(const ExpertParallel& style);
+  int64_t expert_ranks() const { return experts_ ? experts_->mesh().size() : 1; }
 
   // The split of rows in `segments` over the axis; even when there are none.
   Split split(const std::vector<CutSegment>& segments) const {
@@ -45,6 +50,11 @@ class ParallelState {
   at::Tensor cut(const Layout& layout, const at::Tensor& whole) const;
   at::Tensor join(const ParallelParameter& parameter, const at::Tensor& local) const;  // collective
 
+  // The sizes of this rank's cut.
+  Shape local_shape(const ParallelParameter& parameter) const {
+    return shardproof::local_shape(parameter.shape, view(parameter.layout), parameter.layout, on(parameter.layout).rank());
+  }
+
   // Whole length of the activations that are split along the sequence: what the last module that saw them whole saw.
   int64_t sequence_length(int64_t local) const;
   void saw_sequence(int64_t length) { sequence_lengths()[number_] = length; }
@@ -60,7 +70,9 @@ class ParallelState {
   std::shared_ptr<MeshComm> comms_;
   ParallelPlan plan_;
   Comm* group_;
+  MeshComm& on(const Layout& layout) const;
   std::unique_ptr<MeshComm> view_;
+  std::unique_ptr<MeshComm> experts_;  // the axis ep alone
   std::vector<ParallelParameter> parameters_;
   std::unordered_map<const c10::TensorImpl*, size_t> of_tensor_;
   const int64_t number_ = new_sequence_number();
@@ -75,6 +87,9 @@ class StyleHooks : public ParallelHooks {
  private:
   std::weak_ptr<ParallelState> state_;  // which owns this
 };
+
+// The tensor gets the values that it has on rank 0 of the group; one on the meta device stays there. Collective.
+void take_values_of_rank_0(const at::Tensor& tensor, Comm& group);
 
 // That of the modules below root; null where none is parallel. Throws Error when they belong to several.
 std::shared_ptr<ParallelState> parallel_state(const torch::nn::Module& root);

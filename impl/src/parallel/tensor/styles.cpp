@@ -4,8 +4,11 @@
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 
+#include <algorithm>
+
 #include "parallel/tensor/parallel_linear.h"
 #include "parallel/tensor/placements.h"
+#include "shardproof/algebra/axes.h"
 #include "shardproof/base/check.h"
 #include "shardproof/nn/canonical/canonical.h"
 #include "shardproof/parallel/collective_ops.h"
@@ -34,6 +37,13 @@ Shape whole_shape(const ParallelState& state, const at::Tensor& parameter) {
   return known ? known->shape : parameter.sizes().vec();
 }
 
+void cut_to(ParallelState& state, const at::Tensor& parameter, ParallelParameter description) {
+  const at::NoGradGuard no_grad;
+  parameter.set_data(parameter.is_meta() ? at::empty(state.local_shape(description), parameter.options())
+                                         : state.cut(description.layout, parameter.detach().contiguous()));
+  state.add(parameter, std::move(description));
+}
+
 // A parameter that two modules share is cut once, and must be cut alike.
 void cut_parameter(ParallelState& state, const at::Tensor& parameter, int64_t dim, const std::vector<CutSegment>& segments) {
   const std::string name = name_in(state, parameter);
@@ -51,13 +61,7 @@ void cut_parameter(ParallelState& state, const at::Tensor& parameter, int64_t di
     return;
   }
   const int64_t terms = copies_held(split, state.parts());
-  at::NoGradGuard no_grad;
-  if (!parameter.is_meta()) {
-    parameter.set_data(state.cut(layout, parameter.detach().contiguous()));
-  } else {
-    parameter.set_data(at::empty(local_shape(shape, state.view(), layout, state.part()), parameter.options()));
-  }
-  state.add(parameter, {name, shape, layout, terms});
+  cut_to(state, parameter, {name, shape, layout, terms});
 }
 
 // Whole on every rank, each of which computes a term of its gradient.
@@ -217,6 +221,39 @@ class Scattered final : public StyleHooks {
   ScatterOutput style_;
 };
 
+// The module itself sends rows to the other ranks, by a Dispatch.
+class SharedExperts final : public StyleHooks {
+ public:
+  SharedExperts(const std::shared_ptr<ParallelState>& owner, const std::string& name, torch::nn::Module& module,
+                const ExpertParallel& style)
+      : StyleHooks(owner) {
+    const std::vector<at::Tensor> parameters = module.parameters(/*recurse=*/true);
+    const auto count = [](const at::Tensor& parameter) { return parameter.dim() == 0 ? 0 : parameter.size(0); };
+    for (const at::Tensor& parameter : parameters)
+      SHARD_REQUIRE(parameter.dim() > 1 && count(parameter) == count(parameters.front()), "tensor_parallel",
+                    "style ExpertParallel cuts the first dim, that of experts, of all parameters of module '{}', and {} is [{}] "
+                    "where others have {}",
+                    name, name_in(*owner, parameter), fmt::join(parameter.sizes(), ", "), count(parameters.front()));
+    SHARD_REQUIRE(std::ranges::any_of(parameters, [](const at::Tensor& parameter) { return parameter.dim() > 2; }),
+                  "tensor_parallel",
+                  "style ExpertParallel is for modules with a matrix for each expert in one parameter, and module '{}' ({}) has none",
+                  name, module.name());
+    Comm& group = owner->share_experts(style);
+    if (group.size() == 1) return;
+    group_ = group.shared();
+    for (const at::Tensor& parameter : parameters) take_values_of_rank_0(parameter, group);  // those along edp follow later
+    for (const at::Tensor& parameter : parameters)
+      cut_to(*owner, parameter,
+             {name_in(*owner, parameter), parameter.sizes().vec(), split_dim(replicated(), 0, Split{axes::ep})});
+  }
+  at::Tensor run(const Forward& forward, at::Tensor x) override { return forward(std::move(x)); }
+  bool only_places() const override { return true; }
+  std::shared_ptr<Comm> expert_group() const override { return group_; }
+
+ private:
+  std::shared_ptr<Comm> group_;  // null where there is one rank
+};
+
 class Input final : public StyleHooks {
  public:
   Input(const std::shared_ptr<ParallelState>& owner, std::string name) : StyleHooks(owner), name_(std::move(name)) {}
@@ -245,6 +282,9 @@ std::shared_ptr<StyleHooks> make_style(const std::shared_ptr<ParallelState>& sta
     }
     std::shared_ptr<StyleHooks> operator()(const CutDropout& s) { return cut_dropout(state, name, module, s); }
     std::shared_ptr<StyleHooks> operator()(const CutAttention& s) { return cut_attention(state, name, module, s); }
+    std::shared_ptr<StyleHooks> operator()(const ExpertParallel& s) {
+      return std::make_shared<SharedExperts>(state, name, module, s);
+    }
   };
   return std::visit(Make{state, name, module}, style);
 }

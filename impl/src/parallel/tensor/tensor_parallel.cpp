@@ -49,17 +49,10 @@ void require_sums_of_copies(const ParallelState& state) {
 
 // Of parameters that no style cuts, too, and of buffers: they are whole on every rank, and must be the same.
 void take_values_of_rank_0(const ParallelState& state, const torch::nn::Module& module) {
-  const at::NoGradGuard no_grad;
-  const auto take = [&](const at::Tensor& tensor) {
-    if (tensor.is_meta()) return;
-    at::Tensor values = tensor.detach().contiguous();
-    state.group().broadcast(values, 0).wait();
-    if (values.const_data_ptr() != tensor.const_data_ptr()) tensor.detach().copy_(values);
-  };
-  for (const auto& [name, parameter] : state.named) take(parameter);
+  for (const auto& [name, parameter] : state.named) take_values_of_rank_0(parameter, state.group());
   const ModuleBuffers buffers = buffers_of(module);
   for (const auto* kind : {&buffers.state, &buffers.transient})
-    for (const auto& [name, buffer] : *kind) take(buffer);
+    for (const auto& [name, buffer] : *kind) take_values_of_rank_0(buffer, state.group());
 }
 
 }  // namespace

@@ -64,8 +64,17 @@ struct CutAttention {
   std::vector<CutSegment> heads, kv_heads;
 };
 
+// For Experts (experts.h), and modules of your own that use Dispatch and whose parameters have experts along their first dim:
+// gives each of `ranks` neighbours some experts, cut as torch.chunk cuts. The other styles are about
+// ranks that work on one batch; these ranks have a batch each, and lie where the mesh has its data-parallel ranks: `fully_shard`
+// shards experts over the ranks that hold the same ones (expert_mesh in algebra/strategy.h). All Experts of a module have the
+// same `ranks`. A plan of this style alone needs no axis.
+struct ExpertParallel {
+  int64_t ranks = 1;
+};
+
 using ParallelStyle = std::variant<ColumnParallel, RowParallel, VocabParallel, SequenceParallel, PartialGradients,
-                                   ScatterOutput, ColumnInput, CutDropout, CutAttention>;
+                                   ScatterOutput, ColumnInput, CutDropout, CutAttention, ExpertParallel>;
 
 struct ParallelPlan {
   // Patterns of module names (base/name_pattern.h) and their styles. The first pattern that matches a module counts. A pattern
@@ -92,7 +101,7 @@ struct ParallelPlan {
 struct ParallelParameter {
   std::string name;  // its first
   Shape shape;       // of the whole
-  Layout layout = {};  // along the axis; replicated when it was not cut
+  Layout layout = {};  // along the axis, of experts along ep; replicated when it was not cut
   int64_t grad_partial_ranks = 1;  // how many neighbours along the axis each hold a term of its gradient; 1: it is whole
 };
 

@@ -1,0 +1,103 @@
+#include "golden/experts.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace golden {
+namespace {
+
+constexpr bool kStable = true, kFalling = true;
+
+// Places by falling score; of equal ones the first place comes first.
+at::Tensor places_by_score(const at::Tensor& scores) {
+  return std::get<1>(at::sort(scores, kStable, /*dim=*/-1, kFalling));
+}
+
+// Those in groups that take no part get a score below all others.
+at::Tensor within_groups(const Llama& llama, const at::Tensor& scores) {
+  if (llama.expert_groups == 1) return scores;
+  const int64_t tokens = scores.size(0), each = llama.experts / llama.expert_groups;
+  const at::Tensor grouped = scores.view({tokens, llama.expert_groups, each});
+  const at::Tensor best =
+      std::get<0>(at::sort(grouped, kStable, /*dim=*/-1, kFalling)).narrow(2, 0, std::min<int64_t>(each, 2));
+  const at::Tensor chosen = places_by_score(best.sum(-1)).narrow(1, 0, llama.groups_per_token);
+  const at::Tensor is_out =
+      at::ones({tokens, llama.expert_groups}, scores.options().dtype(at::kBool)).scatter(1, chosen, false);
+  return grouped.masked_fill(is_out.unsqueeze(2), -INFINITY).view({tokens, llama.experts});
+}
+
+// rows [n, hidden], all of one expert's
+at::Tensor expert(const at::Tensor& rows, const at::Tensor& gate_up, const at::Tensor& down) {
+  const std::vector<at::Tensor> parts = at::linear(rows, gate_up).chunk(2, -1);
+  return at::linear(at::silu(parts[0]) * parts[1], down);
+}
+
+// x [N, hidden]
+at::Tensor of_experts(const Forward& forward, const std::string& prefix, const at::Tensor& x, const Routes& routes) {
+  const at::Tensor &gate_up = forward.parameters.at(prefix + "gate_up_proj"),
+                   &down = forward.parameters.at(prefix + "down_proj");
+  const int64_t tokens = x.size(0), each = routes.experts.size(1), hidden = x.size(1);
+  const at::Tensor rows = x.unsqueeze(1).expand({tokens, each, hidden}).reshape({tokens * each, hidden});
+  const at::Tensor owner = routes.experts.reshape({tokens * each});
+  at::Tensor outputs = at::zeros_like(rows);
+  for (int64_t e = 0; e < gate_up.size(0); ++e) {
+    const at::Tensor own = at::nonzero(owner == e).squeeze(1);
+    if (own.numel() > 0) outputs = outputs.index_copy(0, own, expert(rows.index_select(0, own), gate_up[e], down[e]));
+  }
+  return (outputs.view({tokens, each, hidden}) * routes.weights.unsqueeze(-1)).sum(1);
+}
+
+}  // namespace
+
+at::Tensor gated_mlp(Forward& forward, const std::string& prefix, const at::Tensor& x) {
+  // One after the other: sites of dropout are counted.
+  const at::Tensor gate = forward.linear(x, prefix + "gate_proj"), up = forward.linear(x, prefix + "up_proj");
+  return forward.linear(at::silu(gate) * up, prefix + "down_proj");
+}
+
+bool has_experts(const Llama& llama, int64_t layer) {
+  return llama.experts > 0 && layer >= llama.dense_layers;
+}
+
+Routes routes_of(const Llama& llama, const at::Tensor& logits) {
+  using enum Llama::Score;
+  const at::Tensor scores = llama.score == softmax   ? at::softmax(logits, -1)
+                            : llama.score == sigmoid ? at::sigmoid(logits)
+                                                     : logits;
+  const at::Tensor order = places_by_score(within_groups(llama, scores.detach()));
+  const at::Tensor experts = order.narrow(1, 0, llama.experts_per_token);
+  at::Tensor weights = scores.gather(1, experts);
+  if (llama.score == chosen_softmax) {
+    weights = at::softmax(weights, -1);
+  } else if (llama.normalized) {
+    const at::Tensor sum = weights.sum(-1, /*keepdim=*/true);
+    weights = weights / (llama.score == sigmoid ? sum + 1e-20 : sum);
+  }
+  return {experts, llama.expert_scale == 1 ? weights : weights * llama.expert_scale};
+}
+
+at::Tensor mixture(const Llama& llama, Forward& forward, const std::string& prefix, const at::Tensor& x) {
+  // Gradients are sums of two at a time: first of the router and the experts, then of these and the shared MLP.
+  const at::Tensor routed = llama.shared_width > 0 ? x.view_as(x) : x;
+  const at::Tensor logits = forward.linear(routed, prefix + "gate").reshape({-1, llama.experts});
+  Routes routes = routes_of(llama, logits.scalar_type() == at::kDouble ? logits : logits.to(at::kFloat));
+  routes.weights = routes.weights.to(x.scalar_type());
+  const at::Tensor y = of_experts(forward, prefix + "experts.", routed.reshape({-1, x.size(-1)}), routes).view(x.sizes());
+  return llama.shared_width > 0 ? y + gated_mlp(forward, prefix + "shared_experts.", x) : y;
+}
+
+Shapes mixture_shapes(const Llama& llama, const std::string& prefix) {
+  const int64_t hidden = llama.hidden, width = llama.expert_width, shared = llama.shared_width;
+  Shapes shapes = {{prefix + "gate.weight", {llama.experts, hidden}},
+                   {prefix + "experts.gate_up_proj", {llama.experts, 2 * width, hidden}},
+                   {prefix + "experts.down_proj", {llama.experts, hidden, width}}};
+  if (shared == 0) return shapes;
+  shapes.push_back({prefix + "shared_experts.gate_proj.weight", {shared, hidden}});
+  shapes.push_back({prefix + "shared_experts.up_proj.weight", {shared, hidden}});
+  shapes.push_back({prefix + "shared_experts.down_proj.weight", {hidden, shared}});
+  return shapes;
+}
+
+}  // namespace golden

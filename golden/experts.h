@@ -1,0 +1,27 @@
+// The MLPs of a llama's layers: the plain gated one, and the mixture of experts (golden.h has its formulas).
+#pragma once
+
+#include <string>
+
+#include "golden/models.h"
+
+namespace golden {
+
+// down(silu(gate(x)) * up(x)), the linear layers prefix + "gate_proj" and so on.
+at::Tensor gated_mlp(Forward& forward, const std::string& prefix, const at::Tensor& x);
+
+bool has_experts(const Llama& llama, int64_t layer);
+
+// Of tokens, both [N, experts_per_token]: which experts each has, and how much they weigh, in the dtype of the logits.
+struct Routes {
+  at::Tensor experts;
+  at::Tensor weights;
+};
+// `logits` [N, experts], float32 or float64.
+Routes routes_of(const Llama& llama, const at::Tensor& logits);
+
+// Of the parameters below the prefix: x [B, T, hidden] -> [B, T, hidden].
+at::Tensor mixture(const Llama& llama, Forward& forward, const std::string& prefix, const at::Tensor& x);
+Shapes mixture_shapes(const Llama& llama, const std::string& prefix);
+
+}  // namespace golden

@@ -1,0 +1,105 @@
+// Mixtures of experts (Shazeer et al. 2017; Fedus et al. 2022): a router chooses a few experts for each token, and their
+// outputs are added with the router's weights. No token is dropped. The semantics of the routers are those of Mixtral, Qwen3-MoE
+// and DeepSeek-V3 in Hugging Face's transformers.
+//
+// Experts may lie on several ranks: the style `ExpertParallel` (parallel_plan.h) gives each rank some of them. Rows then go to
+// the ranks of their experts and back, and their gradients likewise. Laws:
+//   1. An expert's gradient is the sum over all tokens of the world, divided as the gradients of all other parameters are.
+//   2. Which experts a token gets, and what they give, does not depend on the mesh or on other tokens.
+//   3. Rows are multiplied apart by the rank that they come from, and an expert's gradient adds these products in the order of
+//      ranks, as all sums of the library do.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "shardproof/comm/comm.h"
+#include "shardproof/nn/canonical/canonical.h"
+
+namespace shardproof {
+
+// What a token's scores are, in float32 or wider.
+enum class RouterScore {
+  softmax,         // of the logits of all experts
+  chosen_softmax,  // of the logits of the chosen ones; they are chosen by logits
+  sigmoid          // of each logit
+};
+
+struct RouterOptions {
+  int64_t experts = 0;
+  int64_t experts_per_token = 2;  // those with the highest scores; of equal ones the first
+  RouterScore score = RouterScore::softmax;
+  bool normalized = true;         // a token's weights are divided by their sum; chosen_softmax has that by itself
+  double scale = 1;               // and multiplied by this
+  // Experts are in so many groups of neighbours, and a token's experts come from those `groups_per_token` groups whose two best
+  // scores have the highest sum; of equal ones the first.
+  int64_t groups = 1, groups_per_token = 1;
+};
+
+struct Routes {
+  at::Tensor experts;  // [tokens, experts_per_token] int64, by falling score
+  at::Tensor weights;  // alike; differentiable, in the dtype of the logits
+};
+
+// The routes of logits [tokens, experts]. Throws Error when the options do not fit each other or the logits.
+Routes route(const at::Tensor& logits, const RouterOptions& options);
+
+// The way of tokens to the experts of a layer and back, for layers of your own. Experts are counted over all ranks of the
+// group, of which each holds some neighbours, cut as torch.chunk cuts; where it is null, all are here. All ranks of the group
+// make one, call its methods, and run their backwards, in the same order. A rank may have no tokens.
+class Dispatch {
+ public:
+  // `chosen` [tokens, experts of one] int64. Throws Error when one is not among the `count` experts. Collective.
+  Dispatch(const at::Tensor& chosen, int64_t count, std::shared_ptr<Comm> group);
+  // x [tokens, n] -> [rows, n]: a row for each choice of one of this rank's experts, by the rank that it comes from, then by
+  // expert, then by token. Differentiable. Collective.
+  at::Tensor rows(const at::Tensor& x) const;
+  // How many rows there are of each of those ranks and of each of this rank's experts, in that order.
+  const std::vector<int64_t>& blocks() const { return blocks_; }
+  // The expert of each row, counted from this rank's first: [rows] int64.
+  at::Tensor experts() const;
+  // Rows [rows, n] of what the experts gave -> [tokens, n], each the sum of its choices' rows times `weights` [tokens, experts
+  // of one]. Differentiable. Collective.
+  at::Tensor sums(const at::Tensor& rows, const at::Tensor& weights) const;
+
+ private:
+  std::shared_ptr<Comm> group_;
+  at::Tensor chosen_, order_, inverse_;
+  std::vector<int64_t> sent_, received_, blocks_;
+  int64_t own_ = 0;
+};
+
+// The ranks that share the experts of a module with the style ExpertParallel; null where it has none.
+std::shared_ptr<Comm> expert_group(const torch::nn::Module& module);
+
+// The experts of a layer, gated MLPs: down(silu(gate(x)) * up(x)). Parameters: "gate_up_proj" [experts, 2 * intermediate,
+// hidden], whose first half of rows is the gate's, and "down_proj" [experts, hidden, intermediate].
+class ExpertsImpl : public torch::nn::Module {
+ public:
+  ExpertsImpl(int64_t experts, int64_t hidden, int64_t intermediate);
+  // x [tokens, hidden] -> [tokens, hidden]: for each token the sum of its experts' outputs times their weights. Collective over
+  // the ranks that share the experts.
+  at::Tensor forward(at::Tensor x, at::Tensor experts, at::Tensor weights);
+  int64_t count() const { return count_; }  // of experts, on all ranks
+
+  at::Tensor gate_up_proj, down_proj;
+
+ private:
+  int64_t count_;
+};
+TORCH_MODULE(Experts);
+
+namespace collective {
+
+// x [sum of `sent`, n], of whose rows the first sent[0] go to rank 0 of the group, the next to rank 1, and so on ->
+// [sum of `received`, n], the rows from rank 0 first. In the backward rows go back. Ranks may send and receive no rows. Every
+// rank of the group must call it, and run its backward, in the same order.
+at::Tensor exchange_rows(const at::Tensor& x, const std::vector<int64_t>& sent, const std::vector<int64_t>& received,
+                         Comm& group);
+
+}  // namespace collective
+}  // namespace shardproof

@@ -1,0 +1,268 @@
+#include "shardproof/parallel/experts/experts.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <fmt/ranges.h>
+
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "device/matrix.h"
+#include "parallel/kept_group.h"
+#include "shardproof/algebra/split.h"
+#include "shardproof/base/check.h"
+#include "shardproof/hooks/unit.h"
+#include "shardproof/nn/gradient_place.h"
+
+namespace shardproof {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+
+// Each row goes to one place, so the backwards need no sums but the one over a token's experts, in their order.
+struct Spread : torch::autograd::Function<Spread> {
+  static Variable forward(AutogradContext* ctx, const Variable& x, int64_t each, const at::Tensor& order,
+                          const at::Tensor& inverse) {
+    ctx->save_for_backward({inverse});
+    ctx->saved_data["sizes"] = std::vector<int64_t>{x.size(0), each, x.size(1)};
+    return x.index_select(0, order.floor_divide(each));
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list dy) {
+    const at::Tensor inverse = ctx->get_saved_variables()[0];
+    return {dy[0].index_select(0, inverse).view(ctx->saved_data["sizes"].toIntVector()).sum(1), {}, {}, {}};
+  }
+};
+
+struct Collect : torch::autograd::Function<Collect> {
+  static Variable forward(AutogradContext* ctx, const Variable& rows, const at::Tensor& order, const at::Tensor& inverse) {
+    ctx->save_for_backward({order});
+    return rows.index_select(0, inverse);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list dy) {
+    return {dy[0].index_select(0, ctx->get_saved_variables()[0]), {}, {}};
+  }
+};
+
+at::Tensor moved_rows(const at::Tensor& x, const std::vector<int64_t>& sent, const std::vector<int64_t>& received,
+                      Comm& group) {
+  const int64_t width = x.size(1), rows = std::accumulate(received.begin(), received.end(), int64_t{0});
+  const auto elements = [width](std::vector<int64_t> counts) {
+    for (int64_t& count : counts) count *= width;
+    return counts;
+  };
+  const at::Tensor input = x.detach().contiguous(), output = at::empty({rows, width}, x.options());
+  group.all_to_all(output, input, elements(received), elements(sent)).wait();
+  return output;
+}
+
+struct Exchange : torch::autograd::Function<Exchange> {
+  static Variable forward(AutogradContext* ctx, const Variable& x, const std::vector<int64_t>& sent,
+                          const std::vector<int64_t>& received, Comm* group) {
+    keep_group(ctx, *group);
+    ctx->saved_data["sent"] = sent;
+    ctx->saved_data["received"] = received;
+    return moved_rows(x, sent, received, *group);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list dy) {
+    const auto counts = [ctx](const char* name) { return ctx->saved_data[name].toIntVector(); };
+    return {moved_rows(dy[0], counts("received"), counts("sent"), group_in(ctx)), {}, {}, {}};
+  }
+};
+
+// Runs `visit` with the expert, the first row and the number of rows of each block that has rows. Blocks are those of the first
+// source's experts, then those of the second's, and so on.
+template <class Visit>
+void each_block(const std::vector<int64_t>& blocks, int64_t experts, Visit visit) {
+  int64_t begin = 0;
+  for (size_t i = 0; i < blocks.size(); begin += blocks[i++])
+    if (blocks[i] > 0) visit(static_cast<int64_t>(i) % experts, begin, blocks[i]);
+}
+
+// x [rows, in] times the transposed matrices of weight [experts, out, in], block by block.
+struct Products : torch::autograd::Function<Products> {
+  static Variable forward(AutogradContext* ctx, const Variable& x, const Variable& weight, const std::vector<int64_t>& blocks) {
+    ctx->save_for_backward({x, weight});
+    ctx->saved_data["blocks"] = blocks;
+    at::Tensor y = at::empty({x.size(0), weight.size(1)}, x.options());
+    each_block(blocks, weight.size(0), [&](int64_t expert, int64_t begin, int64_t rows) {
+      at::Tensor place = y.narrow(0, begin, rows);
+      at::mm_out(place, x.narrow(0, begin, rows), weight.select(0, expert).t());
+    });
+    return y;
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list dys) {
+    const variable_list saved = ctx->get_saved_variables();
+    const at::Tensor &x = saved[0], &weight = saved[1];
+    const at::Tensor dy = dys[0].contiguous();
+    const std::vector<int64_t> blocks = ctx->saved_data["blocks"].toIntVector();
+    at::Tensor dx, dw;
+    if (ctx->needs_input_grad(0)) {
+      dx = at::empty_like(x);
+      each_block(blocks, weight.size(0), [&](int64_t expert, int64_t begin, int64_t rows) {
+        dx.narrow(0, begin, rows)
+            .copy_(gradient_of_rows(dy.narrow(0, begin, rows), x.narrow(0, begin, rows), weight.select(0, expert)));
+      });
+    }
+    if (ctx->needs_input_grad(1)) {
+      dw = direct::place_of_gradient(weight);
+      if (!dw.defined()) dw = at::empty_like(weight);
+      std::vector<bool> begun(static_cast<size_t>(weight.size(0)), false);
+      each_block(blocks, weight.size(0), [&](int64_t expert, int64_t begin, int64_t rows) {
+        at::Tensor sum = dw.select(0, expert);
+        const at::Tensor left = dy.narrow(0, begin, rows).t(), right = x.narrow(0, begin, rows);
+        if (begun[static_cast<size_t>(expert)]) sum.add_(at::mm(left, right));
+        else at::mm_out(sum, left, right);
+        begun[static_cast<size_t>(expert)] = true;
+      });
+      for (size_t expert = 0; expert < begun.size(); ++expert)
+        if (!begun[expert]) dw.select(0, static_cast<int64_t>(expert)).zero_();
+    }
+    return {dx, dw, {}};
+  }
+};
+
+// Of each run of so many numbers.
+std::vector<int64_t> sums_of(const std::vector<int64_t>& numbers, const std::vector<int64_t>& lengths) {
+  std::vector<int64_t> sums;
+  auto next = numbers.begin();
+  for (const int64_t length : lengths) {
+    sums.push_back(std::accumulate(next, next + length, int64_t{0}));
+    next += length;
+  }
+  return sums;
+}
+
+std::vector<int64_t> numbers_in(const at::Tensor& list) {
+  return {list.const_data_ptr<int64_t>(), list.const_data_ptr<int64_t>() + list.numel()};
+}
+
+// Logits of experts in groups that take no part become -inf.
+at::Tensor of_chosen_groups(const at::Tensor& scores, const RouterOptions& o) {
+  if (o.groups_per_token == o.groups) return scores;
+  const int64_t tokens = scores.size(0), each = o.experts / o.groups;
+  const at::Tensor grouped = scores.view({tokens, o.groups, each});
+  const at::Tensor best = std::get<0>(grouped.sort(/*stable=*/true, -1, /*descending=*/true));
+  const at::Tensor strength = best.narrow(-1, 0, std::min<int64_t>(2, each)).sum(-1);
+  const at::Tensor chosen = std::get<1>(strength.sort(/*stable=*/true, -1, /*descending=*/true)).narrow(1, 0, o.groups_per_token);
+  const at::Tensor out = at::ones_like(strength, at::kBool).scatter_(1, chosen, false);
+  return grouped.masked_fill(out.unsqueeze(-1), -std::numeric_limits<double>::infinity()).view_as(scores);
+}
+
+void require_valid(const RouterOptions& o) {
+  SHARD_REQUIRE(o.experts > 0 && o.groups > 0 && o.experts % o.groups == 0 && o.groups_per_token > 0 &&
+                    o.groups_per_token <= o.groups && o.experts_per_token > 0 &&
+                    o.experts_per_token <= o.experts / o.groups * o.groups_per_token,
+                "experts",
+                "a token cannot get {} experts out of {}, which are in {} equal groups, of which it may use {}",
+                o.experts_per_token, o.experts, o.groups, o.groups_per_token);
+}
+
+}  // namespace
+
+Routes route(const at::Tensor& logits, const RouterOptions& options) {
+  require_valid(options);
+  SHARD_REQUIRE(logits.dim() == 2 && logits.size(1) == options.experts, "experts", "a router of {} experts got logits [{}]",
+                options.experts, fmt::join(logits.sizes(), ", "));
+  const at::Tensor wide = logits.scalar_type() == at::kDouble ? logits : logits.to(at::kFloat);
+  const at::Tensor scores = options.score == RouterScore::softmax   ? at::softmax(wide, -1)
+                            : options.score == RouterScore::sigmoid ? at::sigmoid(wide)
+                                                                    : wide;
+  const at::Tensor order =
+      std::get<1>(of_chosen_groups(scores.detach(), options).sort(/*stable=*/true, -1, /*descending=*/true));
+  const at::Tensor experts = order.narrow(1, 0, options.experts_per_token).contiguous();
+  at::Tensor weights = scores.gather(1, experts);
+  if (options.score == RouterScore::chosen_softmax) {
+    weights = at::softmax(weights, -1);
+  } else if (options.normalized) {
+    const at::Tensor sum = weights.sum(-1, /*keepdim=*/true);
+    weights = weights / (options.score == RouterScore::sigmoid ? sum + 1e-20 : sum);
+  }
+  if (options.scale != 1) weights = weights * options.scale;
+  return {experts, weights.to(logits.scalar_type())};
+}
+
+// Row n * k + j of what is sorted is token n's j-th choice of k.
+Dispatch::Dispatch(const at::Tensor& chosen, int64_t count, std::shared_ptr<Comm> group)
+    : group_(std::move(group)), chosen_(chosen), own_(count) {
+  SHARD_REQUIRE(chosen.dim() == 2 && chosen.scalar_type() == at::kLong, "experts",
+                "choices [{}] of {}; expected [tokens, experts of one] of int64", fmt::join(chosen.sizes(), ", "),
+                c10::toString(chosen.scalar_type()));
+  const at::Tensor flat = chosen.flatten(), counts = at::bincount(flat, {}, count).cpu();
+  SHARD_REQUIRE(counts.numel() == count, "experts", "a token was sent to expert {}, and there are {}", counts.numel() - 1, count);
+  order_ = at::argsort(flat, /*stable=*/true);
+  inverse_ = at::empty_like(order_).scatter_(0, order_, at::arange(order_.numel(), order_.options()));
+  blocks_ = numbers_in(counts);
+  if (!group_) return;
+  const auto ranks = static_cast<size_t>(group_->size());
+  std::vector<int64_t> sizes;
+  for (size_t rank = 0; rank < ranks; ++rank)
+    sizes.push_back(piece({}, count, group_->size(), static_cast<int64_t>(rank)).size());
+  own_ = sizes[static_cast<size_t>(group_->rank())];
+  const std::vector<int64_t> each(ranks, own_);
+  const at::Tensor arriving = at::empty({group_->size() * own_}, counts.options());
+  group_->all_to_all(arriving, counts, each, sizes).wait();
+  sent_ = sums_of(blocks_, sizes);
+  blocks_ = numbers_in(arriving);
+  received_ = sums_of(blocks_, each);
+}
+
+at::Tensor Dispatch::rows(const at::Tensor& x) const {
+  SHARD_REQUIRE(x.dim() == 2 && x.size(0) == chosen_.size(0), "experts", "x [{}] with choices of {} tokens",
+                fmt::join(x.sizes(), ", "), chosen_.size(0));
+  const at::Tensor rows = Spread::apply(x, chosen_.size(1), order_, inverse_);
+  return group_ ? collective::exchange_rows(rows, sent_, received_, *group_) : rows;
+}
+
+at::Tensor Dispatch::experts() const {
+  const auto blocks = static_cast<int64_t>(blocks_.size());
+  const at::Tensor numbers = at::arange(blocks, at::kLong).remainder(std::max<int64_t>(own_, 1));
+  return numbers.repeat_interleave(at::tensor(blocks_, at::kLong)).to(chosen_.device());
+}
+
+at::Tensor Dispatch::sums(const at::Tensor& rows, const at::Tensor& weights) const {
+  SHARD_REQUIRE(weights.sizes() == chosen_.sizes(), "experts", "weights [{}] of choices [{}]", fmt::join(weights.sizes(), ", "),
+                fmt::join(chosen_.sizes(), ", "));
+  const at::Tensor home = group_ ? collective::exchange_rows(rows, received_, sent_, *group_) : rows;
+  const at::Tensor outputs = Collect::apply(home, order_, inverse_);
+  return (outputs.view({chosen_.size(0), chosen_.size(1), home.size(1)}) * weights.unsqueeze(-1)).sum(1);
+}
+
+std::shared_ptr<Comm> expert_group(const torch::nn::Module& module) {
+  const ParallelHooks* hooks = parallel_hooks(module);
+  return hooks ? hooks->expert_group() : nullptr;
+}
+
+ExpertsImpl::ExpertsImpl(int64_t experts, int64_t hidden, int64_t intermediate) : count_(experts) {
+  SHARD_REQUIRE(experts > 0 && hidden > 0 && intermediate > 0, "experts",
+                "sizes must be positive, got {} experts, hidden={} and intermediate={}", experts, hidden, intermediate);
+  const auto filled = [](at::Tensor values) {  // as torch.nn.Linear is
+    const double bound = 1 / std::sqrt(static_cast<double>(values.size(-1)));
+    return values.is_meta() ? values : values.uniform_(-bound, bound);
+  };
+  gate_up_proj = register_parameter("gate_up_proj", filled(at::empty({experts, 2 * intermediate, hidden})));
+  down_proj = register_parameter("down_proj", filled(at::empty({experts, hidden, intermediate})));
+}
+
+at::Tensor ExpertsImpl::forward(at::Tensor x, at::Tensor experts, at::Tensor weights) {
+  const Dispatch dispatch(experts, count_, expert_group(*this));
+  const std::vector<at::Tensor> both = Products::apply(dispatch.rows(x), gate_up_proj, dispatch.blocks()).chunk(2, -1);
+  const at::Tensor rows = Products::apply(at::silu(both[0]) * both[1], down_proj, dispatch.blocks());
+  return dispatch.sums(rows, weights);
+}
+
+at::Tensor collective::exchange_rows(const at::Tensor& x, const std::vector<int64_t>& sent,
+                                     const std::vector<int64_t>& received, Comm& group) {
+  const auto ranks = static_cast<size_t>(group.size());
+  SHARD_REQUIRE(x.dim() == 2 && sent.size() == ranks && received.size() == ranks &&
+                    std::accumulate(sent.begin(), sent.end(), int64_t{0}) == x.size(0),
+                "exchange_rows", "x [{}] with counts of {} and {} ranks, in a group of {}, to which {} rows go",
+                fmt::join(x.sizes(), ", "), sent.size(), received.size(), ranks,
+                std::accumulate(sent.begin(), sent.end(), int64_t{0}));
+  return group.size() == 1 ? x : Exchange::apply(x, sent, received, &group);
+}
+
+}  // namespace shardproof
