@@ -58,7 +58,7 @@ struct Gpt {
 // "model.layers.<i>.mlp.{gate,up,down}_proj.weight", "model.layers.<i>.{input,post_attention}_layernorm.weight", then
 // "model.norm.weight" and, unless tied, "lm_head.weight". Dropout: per layer, of attention's probabilities.
 //
-// With `experts`, layers from number dense_layers on have experts in place of the gated MLP. On the layer's tokens x [N, hidden]:
+// With `experts`, layers from number dense_layers on have experts in place of the gated MLP. Of its tokens x [N, hidden]:
 //   logits = linear(x, gate), in float32 or wider; scores = softmax(logits) or sigmoid(logits), or the logits (chosen_softmax).
 //   Of expert_groups > 1 groups of neighbouring experts only those groups_per_token take part whose two highest scores have the
 //   highest sum (equal ones: the first). A token's experts e_0, e_1, .. are the experts_per_token with the highest scores,

@@ -267,7 +267,9 @@ int64_t expert_ranks(const Case& c) {
   return ranks;
 }
 
-bool is_of_experts(const std::string& parameter) { return parameter.find(".experts.") != std::string::npos; }
+bool is_of_experts(const std::string& parameter) {
+  return parameter.find(".experts.") != std::string::npos;
+}
 
 std::vector<int64_t> Case::data_rank_of_each() const {
   std::vector<int64_t> all;

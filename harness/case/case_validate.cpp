@@ -200,9 +200,10 @@ void validate_experts(const Case& c) {
                 "ep={} adds gradients of several ranks in float32, which the mode {} does not", o.ep, to_string(c.mode));
   const int64_t ranks = expert_ranks(c);
   if (c.mode != Mode::ordered || ranks == 1) return;
-  SHARD_REQUIRE(ranks == c.shards(), "case",
-                "the mode ordered adds gradients along dp_shard first: {} ranks share experts, and {} lie along it; write ep={}",
-                ranks, c.shards(), c.shards());
+  SHARD_REQUIRE(
+      ranks == c.shards(), "case",
+      "the mode ordered adds gradients along dp_shard first: {} ranks share experts, and {} lie along it; write ep={}", ranks,
+      c.shards(), c.shards());
   const auto accumulates = [&](const shardproof::Strategy& row) { return shardproof::accumulates_before_reducing(row); };
   const bool adds_rounds_first = accumulates(shardproof::strategy(c.strategy)) || accumulates(unit_strategy(c));
   for (const StepPlan& step : c.steps)

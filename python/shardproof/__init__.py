@@ -41,6 +41,7 @@ _HOMES = {
         "ColumnInput",
         "ColumnParallel",
         "CutDropout",
+        "ExpertParallel",
         "PartialGradients",
         "RowParallel",
         "ScatterOutput",

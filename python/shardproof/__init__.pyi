@@ -35,6 +35,7 @@ from .parallel import (
     ColumnInput as ColumnInput,
     ColumnParallel as ColumnParallel,
     CutDropout as CutDropout,
+    ExpertParallel as ExpertParallel,
     PartialGradients as PartialGradients,
     RowParallel as RowParallel,
     ScatterOutput as ScatterOutput,

@@ -93,8 +93,34 @@ class CutDropout:
     segments: Segments = ()  # type: ignore[valid-type]
 
 
+@dataclasses.dataclass(frozen=True)
+class ExpertParallel:
+    """A module that holds the experts of a layer, one behind the other along the first dim of each of its parameters.
+
+    Its forward takes ``(x [tokens, n], experts [tokens, k], weights [tokens, k])`` and returns [tokens, n], as the experts of
+    transformers do. Rows go to the ranks that hold their experts, where this forward runs on them with one expert each and a
+    weight of 1, and back. ``fully_shard`` shards experts over the ranks that hold the same ones. A plan of this style alone
+    needs no axis.
+
+    Attributes
+    ----------
+    ranks : int
+        So many neighbours among the data-parallel ranks have different experts. The same in all of a model.
+    """
+
+    ranks: int = 1
+
+
 Style = Union[
-    ColumnParallel, RowParallel, VocabParallel, SequenceParallel, PartialGradients, ScatterOutput, ColumnInput, CutDropout
+    ColumnParallel,
+    RowParallel,
+    VocabParallel,
+    SequenceParallel,
+    PartialGradients,
+    ScatterOutput,
+    ColumnInput,
+    CutDropout,
+    ExpertParallel,
 ]
 
 
@@ -104,11 +130,16 @@ class TensorParallel:
     def __init__(self, module: nn.Module, native: _C.TensorParallel, mirror: _C.Mirror):
         self.module = module
         self.native = native
-        for part in module.modules():
+        whole = {name: shape for name, shape, _ in native.parameters()}
+        for prefix, part in module.named_modules():
             if isinstance(part, Dropout):
                 part.__dict__["placed"] = _C.DropoutCall(mirror, part)
             call = _C.StyledCall(mirror, part)
             if not call.has_style:
+                continue
+            if call.shares_experts:
+                first = next(name for name, _ in part.named_parameters(prefix))
+                part.forward = _shared(call, part.forward, whole[first][0])
                 continue
             adapted = part.__dict__.get("forward")
             if hasattr(adapted, "plain"):  # of an adapter, which is added to what the cut layer gives
@@ -138,6 +169,18 @@ def _styled(call: _C.StyledCall, plain, kind: str):
     return forward
 
 
+def _shared(call: _C.StyledCall, plain, count: int):
+    def forward(x, experts, weights):
+        dispatch = call.dispatch(experts, count)
+        rows, own = dispatch.rows(x), dispatch.experts().unsqueeze(1)
+        outputs = plain(rows, own, torch.ones_like(own, dtype=rows.dtype))
+        if rows.requires_grad and not outputs.requires_grad:  # of no rows, say: other ranks wait for this one's backward
+            outputs = outputs + rows * 0
+        return dispatch.sums(outputs, weights).to(x.dtype)
+
+    return forward
+
+
 def parallelize(
     module: nn.Module,
     comm: Any = None,
@@ -159,7 +202,7 @@ def parallelize(
     module : torch.nn.Module
         The model. Its parameters keep their identity.
     comm, mesh
-        As in `fully_shard`; the mesh has the axis.
+        As in `fully_shard`; the mesh has the axis, unless all that the plan does is `ExpertParallel`.
     plan : dict
         A pattern of module names -> a style. The first pattern that fits a module counts.
     axis : str

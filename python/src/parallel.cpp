@@ -3,6 +3,7 @@
 #include "mirror.h"
 #include "shardproof/base/check.h"
 #include "shardproof/hooks/unit.h"
+#include "shardproof/parallel/experts/experts.h"
 #include "shardproof/parallel/tensor/parallel_layers.h"
 #include "shardproof/parallel/tensor/tensor_parallel.h"
 
@@ -27,9 +28,10 @@ ParallelStyle style_of(const py::handle& style) {
   if (kind == "PartialGradients") return PartialGradients{};
   if (kind == "ColumnInput") return ColumnInput{};
   if (kind == "CutDropout") return CutDropout{.dim = style.attr("dim").cast<int64_t>(), .segments = segments_of(style)};
+  if (kind == "ExpertParallel") return ExpertParallel{.ranks = style.attr("ranks").cast<int64_t>()};
   SHARD_REQUIRE(kind == "ScatterOutput", "tensor_parallel",
                 "a plan holds styles (ColumnParallel, RowParallel, VocabParallel, SequenceParallel, PartialGradients, "
-                "ScatterOutput, ColumnInput, CutDropout), got a {}",
+                "ScatterOutput, ColumnInput, CutDropout, ExpertParallel), got a {}",
                 kind);
   return ScatterOutput{.dim = style.attr("dim").cast<int64_t>()};
 }
@@ -54,6 +56,8 @@ class StyledCall {
   StyledCall(const Mirror& mirror, const py::object& module) : image_(mirror.find(module)) {}
 
   bool has_style() const { return parallel_hooks(*image_) != nullptr; }
+  bool shares_experts() const { return expert_group(*image_) != nullptr; }
+  Dispatch dispatch(const at::Tensor& chosen, int64_t count) const { return {chosen, count, expert_group(*image_)}; }
   at::Tensor run(const py::function& forward, const at::Tensor& input) const {
     ParallelHooks* hooks = parallel_hooks(*image_);
     SHARD_REQUIRE(hooks, "tensor_parallel", "the forward of a {} whose style is gone", image_->name());
@@ -106,9 +110,15 @@ void bind_parallel(py::module_& module) {
       });
   module.def("parallelize", &cut, py::arg("mirror"), py::arg("comms"), py::arg("styles"), py::arg("axis"),
              py::arg("sequence_dim"), py::arg("compare_replicas"), py::arg("overlap_pieces"));
+  py::class_<Dispatch>(module, "Dispatch")
+      .def("rows", &Dispatch::rows, py::arg("x"), Unlocked())
+      .def("experts", &Dispatch::experts, Unlocked())
+      .def("sums", &Dispatch::sums, py::arg("rows"), py::arg("weights"), Unlocked());
   py::class_<StyledCall>(module, "StyledCall")
       .def(py::init<const Mirror&, const py::object&>(), py::arg("mirror"), py::arg("module"))
       .def_property_readonly("has_style", &StyledCall::has_style)
+      .def_property_readonly("shares_experts", &StyledCall::shares_experts)
+      .def("dispatch", &StyledCall::dispatch, py::arg("chosen"), py::arg("count"), Unlocked())
       .def("run", &StyledCall::run, py::arg("forward"), py::arg("input"));
   py::class_<DropoutCall>(module, "DropoutCall")
       .def(py::init<const Mirror&, const py::object&>(), py::arg("mirror"), py::arg("module"))

@@ -97,7 +97,8 @@ void require_valid(const LlamaOptions& o) {
                 "low_turns={} high_turns={} positions={}",
                 rope.factor, rope.low_turns, rope.high_turns, rope.positions);
   SHARD_REQUIRE(o.router.experts == 0 || (o.expert_intermediate > 0 && o.shared_intermediate >= 0 && o.dense_layers >= 0),
-                "llama", "with experts expert_intermediate={} must be above 0, shared_intermediate={} and dense_layers={} not below",
+                "llama",
+                "with experts expert_intermediate={} must be above 0, shared_intermediate={} and dense_layers={} not below",
                 o.expert_intermediate, o.shared_intermediate, o.dense_layers);
   SHARD_REQUIRE(o.heads % o.kv_heads == 0, "llama", "heads={} must be a multiple of kv_heads={}", o.heads, o.kv_heads);
 }
@@ -181,8 +182,10 @@ at::Tensor MoeMlpImpl::forward(at::Tensor x) {
 
 LlamaLayerImpl::LlamaLayerImpl(const LlamaOptions& options, bool has_experts) {
   attention_ = register_module("self_attn", LlamaAttention(options));
-  if (has_experts) moe_ = register_module("mlp", MoeMlp(options));
-  else mlp_ = register_module("mlp", LlamaMlp(options.hidden, options.intermediate));
+  if (has_experts)
+    moe_ = register_module("mlp", MoeMlp(options));
+  else
+    mlp_ = register_module("mlp", LlamaMlp(options.hidden, options.intermediate));
   input_norm_ = register_module("input_layernorm", RmsNorm(options.hidden, options.norm_eps));
   attention_norm_ = register_module("post_attention_layernorm", RmsNorm(options.hidden, options.norm_eps));
 }
@@ -199,7 +202,8 @@ LlamaImpl::LlamaImpl(LlamaOptions options) : options_(options) {
   tokens_ = model->register_module("embed_tokens", Embedding(options.vocab, options.hidden));
   auto layers = model->register_module("layers", std::make_shared<torch::nn::Module>("layers"));
   for (int64_t i = 0; i < options.layers; ++i)
-    layers_.push_back(layers->register_module(std::to_string(i), LlamaLayer(options, options.router.experts > 0 && i >= options.dense_layers)));
+    layers_.push_back(layers->register_module(std::to_string(i),
+                                              LlamaLayer(options, options.router.experts > 0 && i >= options.dense_layers)));
   norm_ = model->register_module("norm", RmsNorm(options.hidden, options.norm_eps));
   if (options.tied) {
     tied_head_ = register_module("lm_head", std::make_shared<torch::nn::Module>("lm_head"));

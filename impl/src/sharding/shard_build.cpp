@@ -1,12 +1,11 @@
 #include "sharding/shard_build.h"
 
 #include <ATen/ATen.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <map>
 #include <unordered_map>
-
-#include <fmt/ranges.h>
 
 #include "parallel/tensor/parallel_state.h"
 #include "sharding/shard_plan.h"
@@ -170,9 +169,11 @@ void build_unit(Sharded::Impl& sharded, const UnitPlan& plan, Shared& shared) {
   const UnitSharding how = sharding_of(sharded, plan, shared);
   const Precision& precision = how.options.precision;
   std::vector<std::unique_ptr<Bucket>> buckets;
-  for (const auto& parameters : split_into_buckets(plan, how.options))
-    buckets.push_back(make_bucket(
-        sharded, plan, parameters.front().expert_ranks > 1 ? sharding_of_experts(sharded, plan, how, shared) : how, parameters));
+  for (const auto& parameters : split_into_buckets(plan, how.options)) {
+    const bool are_experts = parameters.front().expert_ranks > 1;
+    const UnitSharding own = are_experts ? sharding_of_experts(sharded, plan, how, shared) : how;
+    buckets.push_back(make_bucket(sharded, plan, own, parameters));
+  }
   auto unit = std::make_shared<Unit>(sharded.schedule, plan.name(), std::move(buckets), plan.modules.size());
   UnitSettings& settings = unit->settings;
   const bool is_root = plan.modules.front().second == sharded.module;

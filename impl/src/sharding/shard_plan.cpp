@@ -181,7 +181,7 @@ std::vector<std::vector<NamedParameter>> split_into_buckets(const UnitPlan& plan
   using Kind = std::tuple<bool, at::ScalarType, bool, int64_t, bool, int64_t>;  // trained ones first
   const auto kind_of = [&](const NamedParameter& parameter) {
     const at::Tensor& tensor = parameter.tensor;
-    return Kind{!tensor.requires_grad(), tensor.scalar_type(), tensor.is_meta(), parameter.grad_partial_ranks,
+    return Kind{!tensor.requires_grad(),         tensor.scalar_type(),  tensor.is_meta(), parameter.grad_partial_ranks,
                 stays_whole(parameter, options), parameter.expert_ranks};
   };
   std::map<Kind, std::vector<NamedParameter>> kinds;

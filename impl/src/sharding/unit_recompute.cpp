@@ -257,6 +257,7 @@ class Recomputation final : public SavedTensorKeeper, public std::enable_shared_
     // The unit around a recomputed part may have been freed, since the part's own nodes do not tell that it is needed.
     const auto unit = unit_.lock();
     if (unit && unit->settings.around) unit->settings.around->finish_unshard();
+    ask_saved_tensor_keepers();  // Python may have been imported since the forward
     const KeptBy kept(recorder);
     again_(inputs);
   }

@@ -42,7 +42,9 @@ parity::MakeTrainee trainee(const LlamaOptions& options) {
   };
 }
 
-ParallelPlan over(int64_t ranks) { return {.styles = {{"experts", ExpertParallel{ranks}}}}; }
+ParallelPlan over(int64_t ranks) {
+  return {.styles = {{"experts", ExpertParallel{ranks}}}};
+}
 
 // Trains the layer with its experts over so many ranks.
 parity::Plan plan_of(const Mesh& mesh, const std::string& row, int64_t sharing) {
@@ -184,11 +186,11 @@ TEST(Experts, of_equal_scores_the_first_expert_is_chosen) {
 // The sums of the groups' two best are 5, 6 and 6: the second group, though the first has the best expert.
 TEST(Experts, experts_come_from_the_groups_whose_two_best_are_best) {
   const at::Tensor logits = matrix({{5, 0, 3, 3, 2, 4}}).to(at::kFloat);
-  const Routes one = route(logits, {.experts = 6, .experts_per_token = 2, .score = RouterScore::chosen_softmax, .groups = 3,
-                                    .groups_per_token = 1});
+  const Routes one = route(
+      logits, {.experts = 6, .experts_per_token = 2, .score = RouterScore::chosen_softmax, .groups = 3, .groups_per_token = 1});
   EXPECT_TRUE(at::equal(one.experts, matrix({{2, 3}})));
-  const Routes two = route(logits, {.experts = 6, .experts_per_token = 3, .score = RouterScore::chosen_softmax, .groups = 3,
-                                    .groups_per_token = 2});
+  const Routes two = route(
+      logits, {.experts = 6, .experts_per_token = 3, .score = RouterScore::chosen_softmax, .groups = 3, .groups_per_token = 2});
   EXPECT_TRUE(at::equal(two.experts, matrix({{5, 2, 3}})));
 }
 
@@ -214,14 +216,23 @@ TEST(Experts, what_does_not_fit_is_refused_by_name) {
   on_mesh(ranks(4), [](const std::shared_ptr<MeshComm>& comms) {
     MoeMlp moe = layer(layer_options(4));
     expect_error([&] { (void)parallelize(moe.ptr(), comms, over(3)); }, {"3 ranks cannot share experts", "dp_shard"});
-    expect_error([&] { (void)parallelize(moe.ptr(), comms, {.styles = {{"gate", ExpertParallel{2}}}}); },
-                 {"a matrix for each expert", "'gate'"});
+    expect_error(
+        [&] {
+          (void)parallelize(moe.ptr(), comms, {.styles = {{"gate", ExpertParallel{2}}}});
+        },
+        {"a matrix for each expert", "'gate'"});
     expect_error([&] { route(at::zeros({2, 3}), {.experts = 4}); }, {"4 experts", "[2, 3]"});
-    expect_error([&] { route(at::zeros({2, 4}), {.experts = 4, .experts_per_token = 3, .groups = 2}); },
-                 {"cannot get 3 experts"});
+    expect_error(
+        [&] {
+          route(at::zeros({2, 4}), {.experts = 4, .experts_per_token = 3, .groups = 2});
+        },
+        {"cannot get 3 experts"});
     Experts experts(2, kHidden, 4);
-    expect_error([&] { call(experts, at::ones({1, kHidden}), at::full({1, 1}, 2, at::kLong), at::ones({1, 1})); },
-                 {"expert 2", "there are 2"});
+    expect_error(
+        [&] {
+          call(experts, at::ones({1, kHidden}), at::full({1, 1}, 2, at::kLong), at::ones({1, 1}));
+        },
+        {"expert 2", "there are 2"});
   });
   on_mesh(Mesh({{"dp_shard", 2}, {"tp", 2}}), [](const std::shared_ptr<MeshComm>& comms) {
     MoeMlp moe = layer(layer_options(4));

@@ -1,9 +1,8 @@
 #include "shardproof/parallel/experts/experts.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/custom_function.h>
-
 #include <fmt/ranges.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <cmath>
 #include <limits>
@@ -114,8 +113,10 @@ struct Products : torch::autograd::Function<Products> {
       each_block(blocks, weight.size(0), [&](int64_t expert, int64_t begin, int64_t rows) {
         at::Tensor sum = dw.select(0, expert);
         const at::Tensor left = dy.narrow(0, begin, rows).t(), right = x.narrow(0, begin, rows);
-        if (begun[static_cast<size_t>(expert)]) sum.add_(at::mm(left, right));
-        else at::mm_out(sum, left, right);
+        if (begun[static_cast<size_t>(expert)])
+          sum.add_(at::mm(left, right));
+        else
+          at::mm_out(sum, left, right);
         begun[static_cast<size_t>(expert)] = true;
       });
       for (size_t expert = 0; expert < begun.size(); ++expert)
@@ -147,7 +148,8 @@ at::Tensor of_chosen_groups(const at::Tensor& scores, const RouterOptions& o) {
   const at::Tensor grouped = scores.view({tokens, o.groups, each});
   const at::Tensor best = std::get<0>(grouped.sort(/*stable=*/true, -1, /*descending=*/true));
   const at::Tensor strength = best.narrow(-1, 0, std::min<int64_t>(2, each)).sum(-1);
-  const at::Tensor chosen = std::get<1>(strength.sort(/*stable=*/true, -1, /*descending=*/true)).narrow(1, 0, o.groups_per_token);
+  const at::Tensor chosen =
+      std::get<1>(strength.sort(/*stable=*/true, -1, /*descending=*/true)).narrow(1, 0, o.groups_per_token);
   const at::Tensor out = at::ones_like(strength, at::kBool).scatter_(1, chosen, false);
   return grouped.masked_fill(out.unsqueeze(-1), -std::numeric_limits<double>::infinity()).view_as(scores);
 }
@@ -156,8 +158,7 @@ void require_valid(const RouterOptions& o) {
   SHARD_REQUIRE(o.experts > 0 && o.groups > 0 && o.experts % o.groups == 0 && o.groups_per_token > 0 &&
                     o.groups_per_token <= o.groups && o.experts_per_token > 0 &&
                     o.experts_per_token <= o.experts / o.groups * o.groups_per_token,
-                "experts",
-                "a token cannot get {} experts out of {}, which are in {} equal groups, of which it may use {}",
+                "experts", "a token cannot get {} experts out of {}, which are in {} equal groups, of which it may use {}",
                 o.experts_per_token, o.experts, o.groups, o.groups_per_token);
 }
 
@@ -192,7 +193,8 @@ Dispatch::Dispatch(const at::Tensor& chosen, int64_t count, std::shared_ptr<Comm
                 "choices [{}] of {}; expected [tokens, experts of one] of int64", fmt::join(chosen.sizes(), ", "),
                 c10::toString(chosen.scalar_type()));
   const at::Tensor flat = chosen.flatten(), counts = at::bincount(flat, {}, count).cpu();
-  SHARD_REQUIRE(counts.numel() == count, "experts", "a token was sent to expert {}, and there are {}", counts.numel() - 1, count);
+  SHARD_REQUIRE(counts.numel() == count, "experts", "a token was sent to expert {}, and there are {}", counts.numel() - 1,
+                count);
   order_ = at::argsort(flat, /*stable=*/true);
   inverse_ = at::empty_like(order_).scatter_(0, order_, at::arange(order_.numel(), order_.options()));
   blocks_ = numbers_in(counts);

@@ -14,8 +14,8 @@ namespace {
 
 // A plan that only gives experts away needs no axis of its own.
 std::shared_ptr<MeshComm> with_axis(std::shared_ptr<MeshComm> comms, const ParallelPlan& plan) {
-  const bool has_others = std::ranges::any_of(
-      plan.styles, [](const auto& style) { return !std::holds_alternative<ExpertParallel>(style.second); });
+  const bool has_others =
+      std::ranges::any_of(plan.styles, [](const auto& style) { return !std::holds_alternative<ExpertParallel>(style.second); });
   if (comms->mesh().has(plan.axis) || has_others || plan.styles.empty()) return comms;
   std::vector<Axis> axes = comms->mesh().axes();
   axes.push_back({plan.axis, 1});
@@ -71,7 +71,9 @@ Comm& ParallelState::share_experts(const ExpertParallel& style) {
   return experts_->world();
 }
 
-MeshComm& ParallelState::on(const Layout& layout) const { return layout.splits(axes::ep) ? *experts_ : *view_; }
+MeshComm& ParallelState::on(const Layout& layout) const {
+  return layout.splits(axes::ep) ? *experts_ : *view_;
+}
 
 at::Tensor ParallelState::cut(const Layout& layout, const at::Tensor& whole) const {
   return redistribute(whole.contiguous(), whole.sizes().vec(), replicated(), layout, on(layout));

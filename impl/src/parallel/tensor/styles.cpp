@@ -230,14 +230,15 @@ class SharedExperts final : public StyleHooks {
     const std::vector<at::Tensor> parameters = module.parameters(/*recurse=*/true);
     const auto count = [](const at::Tensor& parameter) { return parameter.dim() == 0 ? 0 : parameter.size(0); };
     for (const at::Tensor& parameter : parameters)
-      SHARD_REQUIRE(parameter.dim() > 1 && count(parameter) == count(parameters.front()), "tensor_parallel",
-                    "style ExpertParallel cuts the first dim, that of experts, of all parameters of module '{}', and {} is [{}] "
-                    "where others have {}",
-                    name, name_in(*owner, parameter), fmt::join(parameter.sizes(), ", "), count(parameters.front()));
-    SHARD_REQUIRE(std::ranges::any_of(parameters, [](const at::Tensor& parameter) { return parameter.dim() > 2; }),
-                  "tensor_parallel",
-                  "style ExpertParallel is for modules with a matrix for each expert in one parameter, and module '{}' ({}) has none",
-                  name, module.name());
+      SHARD_REQUIRE(
+          parameter.dim() > 1 && count(parameter) == count(parameters.front()), "tensor_parallel",
+          "style ExpertParallel cuts the first dim, that of experts, of all parameters of module '{}', and {} is [{}] "
+          "where others have {}",
+          name, name_in(*owner, parameter), fmt::join(parameter.sizes(), ", "), count(parameters.front()));
+    SHARD_REQUIRE(
+        std::ranges::any_of(parameters, [](const at::Tensor& parameter) { return parameter.dim() > 2; }), "tensor_parallel",
+        "style ExpertParallel is for modules with a matrix for each expert in one parameter, and module '{}' ({}) has none",
+        name, module.name());
     Comm& group = owner->share_experts(style);
     if (group.size() == 1) return;
     group_ = group.shared();

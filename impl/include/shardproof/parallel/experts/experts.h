@@ -1,6 +1,6 @@
 // Mixtures of experts (Shazeer et al. 2017; Fedus et al. 2022): a router chooses a few experts for each token, and their
-// outputs are added with the router's weights. No token is dropped. The semantics of the routers are those of Mixtral, Qwen3-MoE
-// and DeepSeek-V3 in Hugging Face's transformers.
+// outputs are added with the router's weights. No token is dropped. The semantics of the routers are those of Mixtral,
+// Qwen3-MoE and DeepSeek-V3 in Hugging Face's transformers.
 //
 // Experts may lie on several ranks: the style `ExpertParallel` (parallel_plan.h) gives each rank some of them. Rows then go to
 // the ranks of their experts and back, and their gradients likewise. Laws:

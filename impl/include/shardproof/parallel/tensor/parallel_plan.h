@@ -65,10 +65,10 @@ struct CutAttention {
 };
 
 // For Experts (experts.h), and modules of your own that use Dispatch and whose parameters have experts along their first dim:
-// gives each of `ranks` neighbours some experts, cut as torch.chunk cuts. The other styles are about
-// ranks that work on one batch; these ranks have a batch each, and lie where the mesh has its data-parallel ranks: `fully_shard`
-// shards experts over the ranks that hold the same ones (expert_mesh in algebra/strategy.h). All Experts of a module have the
-// same `ranks`. A plan of this style alone needs no axis.
+// gives each of `ranks` neighbours some experts, cut as torch.chunk cuts. The other styles are about ranks that work on one
+// batch; these ranks have a batch each, and lie where the mesh has its data-parallel ranks: `fully_shard` shards experts over
+// the ranks that hold the same ones (expert_mesh in algebra/strategy.h). All experts of a module have the same `ranks`. A plan
+// of this style alone needs no axis.
 struct ExpertParallel {
   int64_t ranks = 1;
 };

@@ -1,0 +1,146 @@
+"""Experts that ranks share: of models of transformers, and of a module of one's own."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import shardproof
+from shardproof import ExpertParallel
+
+
+class Experts(nn.Module):
+    """Without the third dim in its biases, and with forward arguments by position."""
+
+    def __init__(self, count, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(count, width, width) / width)
+        self.bias = nn.Parameter(torch.randn(count, width))
+
+    def forward(self, x, experts, weights):
+        y = torch.zeros_like(x)
+        for expert in range(len(self.weight)):
+            tokens, places = torch.where(experts == expert)
+            given = torch.tanh(nn.functional.linear(x[tokens], self.weight[expert], self.bias[expert]))
+            y = y.index_add(0, tokens, given * weights[tokens, places, None])
+        return y
+
+
+class Own(nn.Module):
+    def __init__(self, count=5, width=6):
+        super().__init__()
+        self.embed = nn.Embedding(12, width)
+        self.router = nn.Linear(width, count)
+        self.experts = Experts(count, width)
+        self.head = nn.Linear(width, 12)
+
+    def forward(self, tokens):
+        x = self.embed(tokens).flatten(0, 1)
+        weights, experts = self.router(x).softmax(-1).topk(2)
+        return self.head(x + self.experts(x, experts, weights)).unflatten(0, tokens.shape)
+
+
+def mixtral():
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=12, hidden_size=8, intermediate_size=6, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, num_local_experts=5, num_experts_per_tok=2, pad_token_id=None,
+        )
+    )  # fmt: skip
+
+
+def qwen3_moe():
+    return transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
+            vocab_size=12, hidden_size=8, intermediate_size=6, moe_intermediate_size=4, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=4, num_experts=6, num_experts_per_tok=3,
+            norm_topk_prob=True, mlp_only_layers=[0],
+        )
+    )  # fmt: skip
+
+
+MODELS = {"own": (Own, "experts"), "mixtral": (mixtral, "model.layers.*.mlp.experts"), "qwen3": (qwen3_moe, "*.mlp.experts")}
+
+
+def loss_of(model, tokens):
+    logits = model(tokens)
+    logits = getattr(logits, "logits", logits)
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.roll(1, 1).flatten())
+
+
+def tokens_of(rank, step):
+    return torch.randint(0, 12, (1, 3 + rank % 2), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def plain(model, world, steps):
+    own = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(own.parameters(), lr=0.01)
+    norms = []
+    for step in range(steps):
+        for rank in range(world):
+            (loss_of(own, tokens_of(rank, step)) / world).backward()
+        norms.append(nn.utils.clip_grad_norm_(own.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, dict(own.named_parameters())
+
+
+@pytest.mark.parametrize("sharing", [2, 4])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_experts_that_ranks_share_train_as_the_whole_model_does(kind, strategy, sharing):
+    torch.manual_seed(3)
+    build, pattern = MODELS[kind]
+    model = build().train()
+    norms, expected = plain(model, 4, 3)
+
+    def body(comm):
+        own = copy.deepcopy(model)
+        comms = shardproof.MeshComm(comm, "dp_shard=4")
+        parallel = shardproof.parallelize(own, comms, plan={pattern: ExpertParallel(sharing)})
+        assert parallel.parameters()
+        units = [Experts] if kind == "own" else None
+        sharded = shardproof.fully_shard(own, comms, units=units, strategy=strategy)
+        optimizer = shardproof.adamw(sharded, lr=0.01, weight_decay=0.01)
+        found = []
+        for step in range(3):
+            loss_of(own, tokens_of(comms.rank, step)).backward()
+            found.append(sharded.clip_gradients(0.5))
+            optimizer.step()
+        return found, sharded.gather()
+
+    for found, parameters in shardproof.run_threads(4, body):
+        assert found == pytest.approx(norms, rel=1e-4)
+        for name, value in expected.items():
+            assert torch.allclose(parameters[name], value, rtol=1e-3, atol=2e-4), name
+
+
+def test_a_rank_whose_experts_get_no_rows_takes_part_in_the_backward():
+    """Its forward gives a tensor without a graph."""
+
+    class Frozen(Experts):
+        def forward(self, x, experts, weights):
+            return torch.zeros_like(x) if len(x) == 0 else super().forward(x, experts, weights)
+
+    def body(comm):
+        torch.manual_seed(1)
+        model = nn.ModuleDict({"experts": Frozen(2, 3)})
+        comms = shardproof.MeshComm(comm, "dp_shard=2")
+        shardproof.parallelize(model, comms, plan={"experts": ExpertParallel(2)})
+        x = torch.ones(2, 3, requires_grad=True)
+        model["experts"](x, torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1)).sum().backward()
+        return x.grad, model["experts"].weight.grad
+
+    (first, first_gradient), (second, other) = shardproof.run_threads(2, body)
+    assert torch.equal(first, second) and first.abs().sum() > 0
+    assert first_gradient.abs().sum() > 0 and other is None
+
+
+def test_a_module_without_experts_is_refused():
+    def body(comm):
+        with pytest.raises(shardproof.Error, match="a matrix for each expert"):
+            shardproof.parallelize(Own(), shardproof.MeshComm(comm, "dp_shard=2"), plan={"router": ExpertParallel(2)})
+
+    shardproof.run_threads(2, body)
