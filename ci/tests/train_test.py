@@ -209,6 +209,22 @@ class Train(TrainingRuns):
                     self.assertAlmostEqual(norm, norm_0, delta=1e-3)
         self.expect_refused("add --arithmetic canonical, or leave --check out", "--mesh", "dp_shard=2,tp=2", "--check")
 
+    def test_experts_that_ranks_share_train_to_the_golden_bits(self):
+        llama = ("llama(layers=2,hidden=8,heads=2,kv_heads=1,intermediate=6,vocab=256,positions=6,experts=5,top_k=2,"
+                 "expert_width=4,shared_width=3,dense_layers=1)")
+        for mesh in ("dp_shard=3", "dp_replicate=2,dp_shard=3"):
+            code, _, output, errors = self.train(
+                "--mesh", mesh, "--expert-ranks", "3", "--global-batch", "24", "--check", model=llama)
+            self.assertEqual(code, 0, output + errors)
+            self.assertIn("EQUAL in every bit", output)
+        shared = ("--expert-ranks", "2")
+        self.expect_refused("needs a llama with experts", *shared)
+        for message, *more in (("1 ranks at most can share", "--mesh", "dp_shard=3"),
+                               ("--check adds gradients", "--mesh", "dp_shard=4", "--check")):
+            code, _, _, errors = self.train(*shared, *more, model=llama)
+            self.assertEqual(code, 2)
+            self.assertIn(message, errors)
+
     def test_the_check_of_a_resumed_run_knows_in_which_order_each_step_was_summed(self):
         directory = os.path.join(self.folder, "history")
         legs = (("dp_shard=3", "zero3", "2"), ("dp_replicate=2,dp_shard=2", "hsdp", "1"), ("dp_shard=2", "zero1", "3"))

@@ -132,6 +132,19 @@ void overflow(Chooser& choose, Case& c) {
   });
 }
 
+// Experts on several ranks. In the mode ordered these are all along dp_shard, and rounds or dtypes may stand in the way.
+void share_experts(Chooser& choose, Case& c) {
+  const int64_t ranks = c.shards();
+  if (c.model.llama.experts == 0 || ranks == 1 || expert_ranks(c) > 1 || !choose.chance(0.95)) return;
+  try_change(c, [&] { c.options.ep = ranks; });
+  if (c.options.ep == ranks) return;
+  try_change(c, [&] {
+    c.options.ep = ranks;
+    c.options.compute = c.options.gradient = fp32;  // a narrow wire is rare enough
+    for (StepPlan& step : c.steps) step.rounds = step.sync_every = 1;
+  });
+}
+
 }  // namespace
 
 void bring_together(Chooser choose, Case& c) {
@@ -147,6 +160,7 @@ void bring_together(Chooser choose, Case& c) {
   overflow(choose, c);
   narrow_the_wire(choose, c);
   keep_over_steps(choose, c);
+  share_experts(choose, c);
 }
 
 }  // namespace harness

@@ -126,6 +126,8 @@ void Coverage::add_model(const Case& c) {
   count("dropout with tp or cp", c.model.dropout() > 0 && c.microbatch_ranks() > 1);
   count("grouped queries", c.model.kind == Kind::llama && c.model.llama.kv_heads < c.model.llama.heads);
   count("key heads fewer than tp", has_copied_heads(c));
+  count("experts", c.model.kind == Kind::llama && c.model.llama.experts > 0);
+  count("experts on several ranks", expert_ranks(c) > 1);
   count("norms of cut heads", c.model.kind == Kind::llama && c.model.llama.qk_norm && c.tensor_ranks() > 1);
   count("biases of cut heads", c.model.kind == Kind::llama && c.model.llama.qkv_bias && c.tensor_ranks() > 1);
   count("heads of their own size", c.model.kind == Kind::llama && c.model.llama.head_size > 0);

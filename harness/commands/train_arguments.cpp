@@ -65,6 +65,9 @@ void add_model_options(CLI::App& app, TrainArguments& a) {
                  "next one is multiplied")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
+  app.add_option("--expert-ranks", o.expert_ranks, "so many neighbours along dp_shard share the experts of a llama's layers")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   app.add_option("--strategy", o.strategy, strategy_help())->capture_default_str();
 }
 

@@ -106,20 +106,31 @@ Disagreement oracle_difference(const Case& c) {
   return {};
 }
 
+// Python brings LibTorch an engine of its own, from which a recomputation under way would not hear what a forward saved. So it
+// is there before any case runs.
 Oracle::Oracle(std::vector<Case> cases)
     : cases_(std::move(cases)), thread_([this] {
         at::set_num_threads(1);
         try {
           for (const Case& c : cases_) {
-            if (stop_) return;
+            if (stop_) break;
             if (auto difference = oracle_difference(c)) outcome_.differences.emplace_back(c, *difference);
             ++outcome_.compared;
+            tell_that_python_is_there();
           }
         } catch (...) {
           error_ = std::current_exception();
           failed_ = true;
         }
-      }) {}
+        tell_that_python_is_there();
+      }) {
+  python_is_there_.wait(false);
+}
+
+void Oracle::tell_that_python_is_there() {
+  python_is_there_ = true;
+  python_is_there_.notify_all();
+}
 
 Oracle::~Oracle() {
   stop_ = true;
@@ -140,9 +151,10 @@ std::vector<Case> one_of_each_kind(const std::vector<Case>& cases) {
     const bool gpt = c.model.kind == golden::Model::Kind::gpt;
     const std::string kind =
         fmt::format("{} {} {} {} {} {}", to_string(c.model.kind),
-                    c.model.kind == golden::Model::Kind::llama ? static_cast<int>(c.model.llama.tied)
-                    : gpt                                      ? static_cast<int>(c.model.gpt.tied)
-                                                               : static_cast<int>(c.model.mlp.activation),
+                    c.model.kind == golden::Model::Kind::llama
+                        ? static_cast<int>(c.model.llama.tied) + 2 * static_cast<int>(c.model.llama.experts > 0)
+                    : gpt ? static_cast<int>(c.model.gpt.tied)
+                          : static_cast<int>(c.model.mlp.activation),
                     to_string(c.optimizer.kind), c.optimizer.momentum != 0, c.optimizer.weight_decay != 0, c.clip_norm > 0);
     if (!seen.contains(kind) && suits_oracle(c)) seen.insert(kind), chosen.push_back(c);
   }

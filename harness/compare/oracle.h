@@ -27,6 +27,7 @@ std::optional<std::string> oracle_difference(const Case& c);
 // Compares cases on a thread of its own, one of each kind (model, ties, optimizer, momentum, decay, clipping).
 class Oracle {
  public:
+  // Returns when Python is there.
   explicit Oracle(std::vector<Case> cases);
   ~Oracle();
 
@@ -40,8 +41,10 @@ class Oracle {
   Outcome finish(bool cut_short);
 
  private:
+  void tell_that_python_is_there();
+
   std::vector<Case> cases_;
-  std::atomic<bool> stop_{false}, failed_{false};
+  std::atomic<bool> stop_{false}, failed_{false}, python_is_there_{false};
   Outcome outcome_;
   std::exception_ptr error_;
   std::thread thread_;

@@ -38,6 +38,7 @@ struct TrainOptions {
   shardproof::Mesh mesh{{{axes::dp_shard, 2}}};  // of the axes dp_replicate, dp_shard, cp, tp
   bool sequence_parallel = false;            // along tp
   int64_t overlap_pieces = 1;                // of products that are cut over tp
+  int64_t expert_ranks = 1;                  // that share the experts of a layer
   std::string strategy = "zero3";
   golden::Optimizer optimizer;
   TrainSchedule schedule;  // of its learning rate

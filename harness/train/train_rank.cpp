@@ -82,7 +82,7 @@ bool begins_with_files(const TrainOptions& options, const TrainHistory& history)
 TrainedModel make_model(const Case& c, const TrainOptions& options, bool filled_later, const std::shared_ptr<MeshComm>& comms) {
   Comm* const tensor_group = c.tensor_ranks() > 1 ? &comms->along({axes::tp}) : nullptr;
   TrainedModel model{.network = network_of(c, options, filled_later, tensor_group), .tensor = {}, .context = {}};
-  if (tensor_group) model.tensor = parallelize(model.network.module, comms, parallel_plan(c));
+  if (tensor_group || expert_ranks(c) > 1) model.tensor = parallelize(model.network.module, comms, parallel_plan(c));
   if (c.context_ranks() > 1) model.context = context_parallel(model.network.module, comms, context_options(c));
   require_recomputed_exist(*model.network.module, options.recompute);
   return model;

@@ -99,8 +99,8 @@ class ExpertParallel:
 
     Its forward takes ``(x [tokens, n], experts [tokens, k], weights [tokens, k])`` and returns [tokens, n], as the experts of
     transformers do. Rows go to the ranks that hold their experts, where this forward runs on them with one expert each and a
-    weight of 1, and back. ``fully_shard`` shards experts over the ranks that hold the same ones. A plan of this style alone
-    needs no axis.
+    weight of 1, and back. A field ``num_experts`` becomes the number of experts of this rank. ``fully_shard`` shards experts
+    over the ranks that hold the same ones. A plan of this style alone needs no axis.
 
     Attributes
     ----------
@@ -138,8 +138,11 @@ class TensorParallel:
             if not call.has_style:
                 continue
             if call.shares_experts:
-                first = next(name for name, _ in part.named_parameters(prefix))
-                part.forward = _shared(call, part.forward, whole[first][0])
+                first, own = next(part.named_parameters(prefix))
+                count = whole[first][0]
+                if getattr(part, "num_experts", None) == count:  # as experts of transformers count them
+                    part.num_experts = len(own)
+                part.forward = _shared(call, part, part.forward, count)
                 continue
             adapted = part.__dict__.get("forward")
             if hasattr(adapted, "plain"):  # of an adapter, which is added to what the cut layer gives
@@ -169,13 +172,14 @@ def _styled(call: _C.StyledCall, plain, kind: str):
     return forward
 
 
-def _shared(call: _C.StyledCall, plain, count: int):
+def _shared(call: _C.StyledCall, part: nn.Module, plain, count: int):
     def forward(x, experts, weights):
         dispatch = call.dispatch(experts, count)
         rows, own = dispatch.rows(x), dispatch.experts().unsqueeze(1)
-        outputs = plain(rows, own, torch.ones_like(own, dtype=rows.dtype))
-        if rows.requires_grad and not outputs.requires_grad:  # of no rows, say: other ranks wait for this one's backward
-            outputs = outputs + rows * 0
+        if len(rows):
+            outputs = plain(rows, own, torch.ones_like(own, dtype=rows.dtype))
+        else:  # with a graph, for other ranks wait in their backwards for this one's
+            outputs = rows + sum(parameter.sum() * 0 for parameter in part.parameters())
         return dispatch.sums(outputs, weights).to(x.dtype)
 
     return forward

@@ -45,7 +45,7 @@ class Own(nn.Module):
 def mixtral():
     return transformers.MixtralForCausalLM(
         transformers.MixtralConfig(
-            vocab_size=12, hidden_size=8, intermediate_size=6, num_hidden_layers=2, num_attention_heads=2,
+            vocab_size=12, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
             num_key_value_heads=1, num_local_experts=5, num_experts_per_tok=2, pad_token_id=None,
         )
     )  # fmt: skip
@@ -54,14 +54,15 @@ def mixtral():
 def qwen3_moe():
     return transformers.Qwen3MoeForCausalLM(
         transformers.Qwen3MoeConfig(
-            vocab_size=12, hidden_size=8, intermediate_size=6, moe_intermediate_size=4, num_hidden_layers=2,
+            vocab_size=12, hidden_size=8, intermediate_size=6, moe_intermediate_size=8, num_hidden_layers=2,
             num_attention_heads=2, num_key_value_heads=1, head_dim=4, num_experts=6, num_experts_per_tok=3,
             norm_topk_prob=True, mlp_only_layers=[0],
         )
     )  # fmt: skip
 
 
-MODELS = {"own": (Own, "experts"), "mixtral": (mixtral, "model.layers.*.mlp.experts"), "qwen3": (qwen3_moe, "*.mlp.experts")}
+OF_TRANSFORMERS = "model.layers.*.mlp.experts"
+MODELS = {"own": (Own, "experts"), "mixtral": (mixtral, OF_TRANSFORMERS), "qwen3": (qwen3_moe, OF_TRANSFORMERS)}
 
 
 def loss_of(model, tokens):
@@ -118,29 +119,30 @@ def test_experts_that_ranks_share_train_as_the_whole_model_does(kind, strategy, 
 
 
 def test_a_rank_whose_experts_get_no_rows_takes_part_in_the_backward():
-    """Its forward gives a tensor without a graph."""
+    """Also where its inputs have no graph."""
 
-    class Frozen(Experts):
-        def forward(self, x, experts, weights):
-            return torch.zeros_like(x) if len(x) == 0 else super().forward(x, experts, weights)
-
-    def body(comm):
+    def body(comm, trains):
         torch.manual_seed(1)
-        model = nn.ModuleDict({"experts": Frozen(2, 3)})
+        model = nn.ModuleDict({"experts": Experts(2, 3)})
         comms = shardproof.MeshComm(comm, "dp_shard=2")
         shardproof.parallelize(model, comms, plan={"experts": ExpertParallel(2)})
-        x = torch.ones(2, 3, requires_grad=True)
+        x = torch.ones(2, 3, requires_grad=trains)
         model["experts"](x, torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1)).sum().backward()
         return x.grad, model["experts"].weight.grad
 
-    (first, first_gradient), (second, other) = shardproof.run_threads(2, body)
+    (first, gradient), (second, other) = shardproof.run_threads(2, lambda comm: body(comm, True))
     assert torch.equal(first, second) and first.abs().sum() > 0
-    assert first_gradient.abs().sum() > 0 and other is None
+    assert gradient.abs().sum() > 0 and other.abs().sum() == 0
+    (_, gradient), (_, other) = shardproof.run_threads(2, lambda comm: body(comm, False))
+    assert gradient.abs().sum() > 0 and other.abs().sum() == 0
 
 
 def test_a_module_without_experts_is_refused():
     def body(comm):
+        comms = shardproof.MeshComm(comm, "dp_shard=2")
+        with pytest.raises(shardproof.Error, match=r"router.bias is \[5\]"):
+            shardproof.parallelize(Own(), comms, plan={"router": ExpertParallel(2)})
         with pytest.raises(shardproof.Error, match="a matrix for each expert"):
-            shardproof.parallelize(Own(), shardproof.MeshComm(comm, "dp_shard=2"), plan={"router": ExpertParallel(2)})
+            shardproof.parallelize(Own(), comms, plan={"embed": ExpertParallel(2)})
 
     shardproof.run_threads(2, body)

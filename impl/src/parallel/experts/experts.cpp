@@ -192,12 +192,12 @@ Dispatch::Dispatch(const at::Tensor& chosen, int64_t count, std::shared_ptr<Comm
   SHARD_REQUIRE(chosen.dim() == 2 && chosen.scalar_type() == at::kLong, "experts",
                 "choices [{}] of {}; expected [tokens, experts of one] of int64", fmt::join(chosen.sizes(), ", "),
                 c10::toString(chosen.scalar_type()));
-  const at::Tensor flat = chosen.flatten(), counts = at::bincount(flat, {}, count).cpu();
+  const at::Tensor flat = chosen.flatten(), counts = at::bincount(flat, {}, count);
   SHARD_REQUIRE(counts.numel() == count, "experts", "a token was sent to expert {}, and there are {}", counts.numel() - 1,
                 count);
   order_ = at::argsort(flat, /*stable=*/true);
   inverse_ = at::empty_like(order_).scatter_(0, order_, at::arange(order_.numel(), order_.options()));
-  blocks_ = numbers_in(counts);
+  blocks_ = numbers_in(counts.cpu());
   if (!group_) return;
   const auto ranks = static_cast<size_t>(group_->size());
   std::vector<int64_t> sizes;
@@ -208,7 +208,7 @@ Dispatch::Dispatch(const at::Tensor& chosen, int64_t count, std::shared_ptr<Comm
   const at::Tensor arriving = at::empty({group_->size() * own_}, counts.options());
   group_->all_to_all(arriving, counts, each, sizes).wait();
   sent_ = sums_of(blocks_, sizes);
-  blocks_ = numbers_in(arriving);
+  blocks_ = numbers_in(arriving.cpu());
   received_ = sums_of(blocks_, each);
 }
 
