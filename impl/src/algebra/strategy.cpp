@@ -204,8 +204,10 @@ Mesh data_parallel_mesh(const Mesh& mesh) {
 
 Mesh expert_mesh(const Mesh& mesh, int64_t ranks) {
   std::vector<Axis> axes = mesh.axes();
-  const auto shard = mesh.has(kShard) ? static_cast<size_t>(mesh.index(kShard)) : axes.size();
-  if (shard == axes.size()) axes.push_back({kShard, 1});
+  const auto shard = mesh.has(kShard)       ? static_cast<size_t>(mesh.index(kShard))
+                     : mesh.has(kReplicate) ? static_cast<size_t>(mesh.index(kReplicate)) + 1
+                                            : axes.size();
+  if (!mesh.has(kShard)) axes.insert(axes.begin() + static_cast<std::ptrdiff_t>(shard), {kShard, 1});
   int64_t& shards = axes[shard].size;
   const int64_t replicas = shard > 0 && axes[shard - 1].name == kReplicate ? axes[shard - 1].size : 1;
   SHARD_REQUIRE(ranks > 0 && (shards % ranks == 0 || (ranks % shards == 0 && replicas % (ranks / shards) == 0)), "strategy",

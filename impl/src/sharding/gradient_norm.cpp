@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "parallel/tensor/parallel_state.h"
 #include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"
 #include "testing/device/exact_sum.h"
@@ -12,16 +13,20 @@
 namespace shardproof {
 namespace {
 
-// Whether a rank with a lower coordinate along some axis holds the same.
-bool is_copy(const Placement& at, int64_t rank) {
+// Whether a rank with a lower coordinate along an axis that sums or cuts gradients holds the same. Ranks along other axes have
+// gradients of their own.
+bool is_copy(const Bucket& bucket, const BucketParameter& member, const Placement& at) {
   return std::ranges::any_of(at.mesh.axes(), [&](const Axis& axis) {
-    return !at.layout.splits(axis.name) && at.mesh.coordinate(rank, axis.name) != 0;
+    const bool sums = std::ranges::count(bucket.rules().sum_axes, axis.name) > 0;
+    return (sums || member.own.mesh.has(axis.name)) && !at.layout.splits(axis.name) &&
+           at.mesh.coordinate(bucket.layout().rank(), axis.name) != 0;
   });
 }
 
 // Runs `visit` on every run of gradient elements of trained parameters that no lower rank holds as well, as float or double;
-// never on padding. Over the ranks of the world each element of each parameter comes once. The runs may be used as long as the
-// tensors returned live. They are in the CPU's memory, those of a device after a copy; or, where they `stay`, in its own.
+// never on padding. Over the ranks that train one model each element of each parameter comes once. The runs may be used as long
+// as the tensors returned live. They are in the CPU's memory, those of a device after a copy; or, where they `stay`, in its
+// own.
 struct Visited {
   bool stay = false;
   bool floats = true;  // all but float64
@@ -41,7 +46,7 @@ std::vector<at::Tensor> visit_gradients(const std::vector<Bucket*>& buckets, con
       if (!bucket->trains(segment.member)) continue;
       const BucketParameter& member = bucket->layout().members()[segment.member];
       const Placement at = bucket->layout().placement(member, bucket->layout().state());
-      if (is_copy(at, bucket->layout().rank())) continue;
+      if (is_copy(*bucket, member, at)) continue;
       for (const OwnedRun& run : owned_runs(member.whole, at.mesh, at.layout, bucket->layout().rank())) {
         if (!run.first_copy) continue;
         const int64_t begin = segment.local + run.local;
@@ -55,15 +60,16 @@ std::vector<at::Tensor> visit_gradients(const std::vector<Bucket*>& buckets, con
 }
 
 template <class Number>
-void reduce_over_world(Sharded::Impl& state, std::span<Number> numbers, Reduce op) {
+void reduce_over_ranks(Sharded::Impl& state, std::span<Number> numbers, Reduce op) {
   const at::Tensor values = at::empty({std::ssize(numbers)}, c10::CppTypeToScalarType<Number>::value);
   std::ranges::copy(numbers, values.mutable_data_ptr<Number>());
-  state.comms->world().all_reduce(values, op).wait();
+  for (const std::string& axis : state.strategy.produced.partial) state.comms->along({axis}).all_reduce(values, op).wait();
+  if (state.parallel && state.parallel->parts() > 1) state.comms->along({state.parallel->axis()}).all_reduce(values, op).wait();
   std::copy_n(values.const_data_ptr<Number>(), numbers.size(), numbers.begin());
 }
 template <class Number>
-void reduce_over_world(Sharded::Impl& state, Number& number, Reduce op) {
-  reduce_over_world(state, std::span(&number, 1), op);
+void reduce_over_ranks(Sharded::Impl& state, Number& number, Reduce op) {
+  reduce_over_ranks(state, std::span(&number, 1), op);
 }
 
 // The terms that are float32; all of them in one call, for which a device's kernel is started once.
@@ -87,12 +93,12 @@ double plain_sum(Sharded::Impl& state, ExactSum::Term term, bool floats) {
   return sum;
 }
 
-double sum_over_world(Sharded::Impl& state, ExactSum::Term term, bool exact) {
+double sum_over_ranks(Sharded::Impl& state, ExactSum::Term term, bool exact) {
   ExactSum floats(term);
   if (exact) add_floats(state, floats);
   double others = plain_sum(state, term, /*floats=*/!exact);
-  if (exact) reduce_over_world(state, std::span<int64_t>(floats.counters()), Reduce::sum);
-  reduce_over_world(state, others, Reduce::sum);
+  if (exact) reduce_over_ranks(state, std::span<int64_t>(floats.counters()), Reduce::sum);
+  reduce_over_ranks(state, others, Reduce::sum);
   return exact ? floats.total() + others : others;
 }
 
@@ -122,7 +128,7 @@ double largest_on_host(Sharded::Impl& state) {
 
 double largest_magnitude(Sharded::Impl& state) {
   double most = state.state_device().is_cpu() ? largest_on_host(state) : largest_on_device(state);
-  reduce_over_world(state, most, Reduce::max);
+  reduce_over_ranks(state, most, Reduce::max);
   return most;
 }
 
@@ -130,7 +136,7 @@ double norm_of_order(Sharded::Impl& state, double order) {
   if (order == std::numeric_limits<double>::infinity()) return largest_magnitude(state);
   const ExactSum::Term term = order == 1 ? ExactSum::Term::magnitude : ExactSum::Term::square;
   const bool exact = state.options.numerics != Numerics::fast || !state.state_device().is_cpu();  // there it costs no more
-  const double sum = sum_over_world(state, term, exact);
+  const double sum = sum_over_ranks(state, term, exact);
   return order == 1 ? sum : std::sqrt(sum);
 }
 
@@ -144,7 +150,7 @@ double norm_of_order(Sharded::Impl& state, double order) {
     if (std::all_of(values.begin(), values.end(), [](auto value) { return std::isfinite(value); })) return;
     first = std::min<int64_t>(first, std::find(members.begin(), members.end(), &member) - members.begin());
   });
-  reduce_over_world(state, first, Reduce::min);
+  reduce_over_ranks(state, first, Reduce::min);
   const std::string name = first < static_cast<int64_t>(members.size()) ? members[first]->name : "no single parameter";
   throw NonFiniteError(
       fmt::format("[gradient_norm] rank {}, step {}: the norm of the reduced gradient is {}, through {}. "

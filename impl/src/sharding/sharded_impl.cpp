@@ -74,6 +74,10 @@ Sharded::Impl::Impl(std::shared_ptr<torch::nn::Module> given, std::shared_ptr<Me
   validate(options, comms->mesh());
   require_shared(comms->mesh(), options.strategy, parallel.get());
   require_parallel(comms->mesh(), parallel.get());
+  SHARD_REQUIRE(options.numerics != Numerics::canonical || !parallel || parallel->expert_ranks() == 1, "fully_shard",
+                "Numerics::canonical with experts that {} ranks share: their gradients are added in floating point first, so "
+                "bits would depend on the mesh. Give ExpertParallel one rank",
+                parallel->expert_ranks());
   if (parallel) {
     add_finishing_step({"parallel terms", kParallelOrder, [](Sharded& sharded) { sum_parallel_terms(sharded.impl()); }});
     if (parallel->plan().compare_replicas && parallel->parts() > 1) add_finishing_step(comparison_of_replicas());

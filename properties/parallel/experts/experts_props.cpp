@@ -212,6 +212,19 @@ TEST(Experts, rows_go_to_the_ranks_that_counts_say_and_gradients_come_back) {
   });
 }
 
+TEST(Experts, a_layer_of_ones_own_is_told_which_of_its_experts_each_row_is_for) {
+  on_mesh(ranks(2), [](const std::shared_ptr<MeshComm>& comms) {
+    const Dispatch dispatch(matrix({{0}, {2}, {1}}), /*count=*/3, comms->world().shared());
+    const at::Tensor x = at::arange(3, at::kFloat).unsqueeze(1) + 10 * static_cast<double>(comms->rank());
+    const bool first = comms->rank() == 0;  // it has the experts 0 and 1
+    EXPECT_EQ(dispatch.blocks(), first ? std::vector<int64_t>({1, 1, 1, 1}) : std::vector<int64_t>({1, 1}));
+    EXPECT_TRUE(at::equal(dispatch.experts(), first ? matrix({{0, 1, 0, 1}})[0] : matrix({{0, 0}})[0]));
+    const at::Tensor rows = dispatch.rows(x);
+    EXPECT_TRUE(at::equal(rows.flatten(), (first ? matrix({{0, 2, 10, 12}}) : matrix({{1, 11}}))[0].to(at::kFloat)));
+    EXPECT_TRUE(at::equal(dispatch.sums(rows, at::full({3, 1}, 2.0f)), 2 * x));
+  });
+}
+
 TEST(Experts, what_does_not_fit_is_refused_by_name) {
   on_mesh(ranks(4), [](const std::shared_ptr<MeshComm>& comms) {
     MoeMlp moe = layer(layer_options(4));

@@ -192,6 +192,8 @@ Dispatch::Dispatch(const at::Tensor& chosen, int64_t count, std::shared_ptr<Comm
   SHARD_REQUIRE(chosen.dim() == 2 && chosen.scalar_type() == at::kLong, "experts",
                 "choices [{}] of {}; expected [tokens, experts of one] of int64", fmt::join(chosen.sizes(), ", "),
                 c10::toString(chosen.scalar_type()));
+  SHARD_REQUIRE(!chosen.is_meta(), "experts",
+                "which rows go to which expert is not known on the meta device, so a model with experts cannot be planned");
   const at::Tensor flat = chosen.flatten(), counts = at::bincount(flat, {}, count);
   SHARD_REQUIRE(counts.numel() == count, "experts", "a token was sent to expert {}, and there are {}", counts.numel() - 1,
                 count);
@@ -251,6 +253,9 @@ ExpertsImpl::ExpertsImpl(int64_t experts, int64_t hidden, int64_t intermediate) 
 
 at::Tensor ExpertsImpl::forward(at::Tensor x, at::Tensor experts, at::Tensor weights) {
   const Dispatch dispatch(experts, count_, expert_group(*this));
+  SHARD_REQUIRE(expert_group(*this) || gate_up_proj.size(0) == count_, "experts",
+                "a module of {} experts has {} of them: give the style ExpertParallel to it, and not to one around it", count_,
+                gate_up_proj.size(0));
   const std::vector<at::Tensor> both = Products::apply(dispatch.rows(x), gate_up_proj, dispatch.blocks()).chunk(2, -1);
   const at::Tensor rows = Products::apply(at::silu(both[0]) * both[1], down_proj, dispatch.blocks());
   return dispatch.sums(rows, weights);
