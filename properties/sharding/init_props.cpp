@@ -140,6 +140,7 @@ TEST(Fsdp2Parity, one_axis_of_a_larger_mesh_trains_like_a_mesh_of_that_axis) {
         EXPECT_EQ(first[i].run, second[i].run);
         expect_near(first[i].data, second[i].data, 0, first[i].name);
       }
+      EXPECT_EQ(of_mesh.gradient_norm(), of_group.gradient_norm()) << name;
     });
 }
 

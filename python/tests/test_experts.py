@@ -12,7 +12,7 @@ from shardproof import ExpertParallel
 
 
 class Experts(nn.Module):
-    """Without the third dim in its biases, and with forward arguments by position."""
+    """A matrix and a bias for each expert."""
 
     def __init__(self, count, width):
         super().__init__()

@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <numeric>
+
 #include "nn/canonical/fixed_point.h"
 #include "parallel/kept_group.h"
 #include "shardproof/algebra/layout.h"
@@ -86,6 +88,21 @@ void require_piece(const at::Tensor& x, int64_t dim, int64_t length, const Comm&
                 name, group.rank(), group.size(), group.name(), expected, length, dim, x.size(dim));
 }
 
+// Elements of a contiguous tensor: `sent` to each rank, and `received` from it, one behind the other.
+at::Tensor exchanged(const at::Tensor& input, const std::vector<int64_t>& sent, const std::vector<int64_t>& received,
+                     Comm& group) {
+  at::Tensor output = at::empty({std::accumulate(received.begin(), received.end(), int64_t{0})}, input.options());
+  group.all_to_all(output, input, received, sent).wait();
+  return output;
+}
+
+at::Tensor raw_exchange_rows(const at::Tensor& x, std::vector<int64_t> sent, std::vector<int64_t> received, Comm& group) {
+  const int64_t rows = std::accumulate(received.begin(), received.end(), int64_t{0});
+  for (std::vector<int64_t>* counts : {&sent, &received})
+    for (int64_t& count : *counts) count *= x.size(1);
+  return exchanged(x.detach().contiguous(), sent, received, group).view({rows, x.size(1)});
+}
+
 at::Tensor raw_all_to_all(const at::Tensor& x, int64_t split_dim, int64_t concat_dim, int64_t concat_length, Comm& group) {
   const int64_t split_length = x.size(split_dim), ranks = group.size();
   at::Tensor input = at::empty({x.numel()}, x.options());
@@ -104,11 +121,7 @@ at::Tensor raw_all_to_all(const at::Tensor& x, int64_t split_dim, int64_t concat
     received.push_back(c10::multiply_integers(shape));
     shapes.push_back(std::move(shape));
   }
-  int64_t total = 0;
-  for (const int64_t count : received) total += count;
-  at::Tensor output = at::empty({total}, x.options());
-  group.all_to_all(output, input, received, sent).wait();
-  std::vector<at::Tensor> pieces = output.split_with_sizes(received);
+  std::vector<at::Tensor> pieces = exchanged(input, sent, received, group).split_with_sizes(received);
   for (int64_t r = 0; r < ranks; ++r) pieces[r] = pieces[r].view(shapes[r]);
   return at::cat(pieces, concat_dim);
 }
@@ -188,6 +201,20 @@ struct AllToAll : torch::autograd::Function<AllToAll> {
   }
   static variable_list backward(AutogradContext* ctx, variable_list dy) {
     return {raw_all_to_all(dy[0], kept(ctx, "concat"), kept(ctx, "split"), kept(ctx, "length"), group_in(ctx)), {}, {}, {}, {}};
+  }
+};
+
+struct ExchangeRows : torch::autograd::Function<ExchangeRows> {
+  static Variable forward(AutogradContext* ctx, const Variable& x, const std::vector<int64_t>& sent,
+                          const std::vector<int64_t>& received, Comm* group) {
+    keep_group(ctx, *group);
+    ctx->saved_data["sent"] = sent;
+    ctx->saved_data["received"] = received;
+    return raw_exchange_rows(x, sent, received, *group);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list dy) {
+    const auto counts = [ctx](const char* name) { return ctx->saved_data[name].toIntVector(); };
+    return {raw_exchange_rows(dy[0], counts("received"), counts("sent"), group_in(ctx)), {}, {}, {}};
   }
 };
 
@@ -297,6 +324,17 @@ at::Tensor all_to_all(const at::Tensor& x, int64_t split_dim, int64_t concat_dim
   SHARD_REQUIRE(split_dim != concat_dim, "all_to_all", "splits and joins one dim, {}; give two", split_dim);
   require_piece(x, concat_dim, concat_length, group, "all_to_all");
   return group.size() == 1 ? x : AllToAll::apply(x, split_dim, concat_dim, concat_length, &group);
+}
+
+at::Tensor exchange_rows(const at::Tensor& x, const std::vector<int64_t>& sent, const std::vector<int64_t>& received,
+                         Comm& group) {
+  const auto ranks = static_cast<size_t>(group.size());
+  const int64_t rows = std::accumulate(sent.begin(), sent.end(), int64_t{0});
+  SHARD_REQUIRE(x.dim() == 2 && sent.size() == ranks && received.size() == ranks && rows == x.size(0), "exchange_rows",
+                "x of {} dims and {} elements with counts of {} and {} ranks, in a group of {}, to which {} "
+                "rows go",
+                x.dim(), x.numel(), sent.size(), received.size(), ranks, rows);
+  return group.size() == 1 ? x : ExchangeRows::apply(x, sent, received, &group);
 }
 
 }  // namespace shardproof::collective

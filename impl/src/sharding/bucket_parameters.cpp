@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <exception>
+#include <numeric>
 
 #include "sharding/storage.h"
 #include "shardproof/base/check.h"
@@ -235,7 +236,8 @@ Comm& BucketParameters::neighbours(int64_t ranks) const {
   SHARD_REQUIRE(axes.size() == 1, "bucket",
                 "{}: Reshard::within({}) counts neighbours along one axis, and {} is gathered over {}. Use always or never",
                 label_, ranks, first_name(), axes.size());
-  return comms_->within(axes.front(), std::gcd(ranks, comms_->mesh().size(axes.front())));  // fewer share experts
+  // Experts are shared by fewer ranks, which `ranks` need not divide.
+  return comms_->within(axes.front(), std::gcd(ranks, comms_->mesh().size(axes.front())));
 }
 
 void BucketParameters::reshard_within(int64_t ranks) {

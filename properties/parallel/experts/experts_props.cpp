@@ -47,8 +47,9 @@ ParallelPlan over(int64_t ranks) {
 }
 
 // Trains the layer with its experts over so many ranks.
-parity::Plan plan_of(const Mesh& mesh, const std::string& row, int64_t sharing) {
+parity::Plan plan_of(const Mesh& mesh, const std::string& row, int64_t sharing, Divide divide = Divide::after) {
   parity::Plan plan{.mesh = mesh, .options = toy::options(row)};
+  plan.options.divide = divide;
   plan.shard = [options = plan.options, sharing](const parity::Trainee& trainee, std::shared_ptr<MeshComm> comms) {
     const TensorParallel parallel = parallelize(trainee.module, comms, over(sharing));
     return fully_shard(trainee.module, comms, options);
@@ -95,13 +96,8 @@ TEST(Experts, gradients_are_sums_over_the_world_on_every_view) {
 }
 
 TEST(Experts, averages_in_collectives_are_over_the_world_too) {
-  parity::Plan plan{.mesh = ranks(4), .options = toy::options("zero3")};
-  plan.options.divide = Divide::in_collective;
+  parity::Plan plan = plan_of(ranks(4), "zero3", 2, Divide::in_collective);
   plan.tolerance = 1e-6;
-  plan.shard = [options = plan.options](const parity::Trainee& trainee, std::shared_ptr<MeshComm> comms) {
-    const TensorParallel parallel = parallelize(trainee.module, comms, over(2));
-    return fully_shard(trainee.module, comms, options);
-  };
   parity::expect_trains_like_plain(trainee(layer_options(4)), plan);
 }
 
@@ -223,6 +219,42 @@ TEST(Experts, a_layer_of_ones_own_is_told_which_of_its_experts_each_row_is_for) 
     EXPECT_TRUE(at::equal(rows.flatten(), (first ? matrix({{0, 2, 10, 12}}) : matrix({{1, 11}}))[0].to(at::kFloat)));
     EXPECT_TRUE(at::equal(dispatch.sums(rows, at::full({3, 1}, 2.0f)), 2 * x));
   });
+}
+
+TEST(Experts, on_replicas_alone_ranks_share_experts_too) {
+  EXPECT_EQ(expert_mesh(Mesh::parse("dp_replicate=2,dp_shard=4"), 2).str(), "dp_replicate=2,dp_shard=2,ep=2");
+  EXPECT_EQ(expert_mesh(Mesh::parse("dp_replicate=2,dp_shard=4"), 8).str(), "dp_replicate=1,dp_shard=1,ep=8");
+  EXPECT_EQ(expert_mesh(Mesh::parse("dp_replicate=4,tp=1"), 2).str(), "dp_replicate=2,dp_shard=1,ep=2,tp=1");
+  EXPECT_EQ(expert_mesh(Mesh::parse("dp_shard=2,dp_replicate=2"), 2).str(), "dp_shard=1,ep=2,dp_replicate=2");
+  expect_error([] { expert_mesh(Mesh::parse("dp_shard=2,dp_replicate=2"), 4); }, {"4 ranks cannot share experts"});
+  parity::Plan plan = plan_of(Mesh({{"dp_replicate", 4}}), "ddp", 2);
+  plan.tolerance = 1e-6;
+  parity::expect_trains_like_plain(trainee(layer_options(3)), plan);
+}
+
+TEST(Experts, what_would_be_wrong_silently_is_refused_on_every_rank) {
+  on_mesh(ranks(2), [](const std::shared_ptr<MeshComm>& comms) {
+    Held on = held(layer_options(4), comms, 2, toy::options("ddp"));
+    const at::Tensor loss = call(on.moe, toy::data({1, 2, kHidden}, comms->rank())).square().sum();
+    expect_error([&] { loss.backward({}, /*retain_graph=*/true, /*create_graph=*/true); }, {"create_graph"});
+  });
+  on_mesh(ranks(2), [](const std::shared_ptr<MeshComm>& comms) {
+    MoeMlp moe = layer(layer_options(4));
+    const ParallelPlan twice{.styles = {{"experts", ExpertParallel{2}}, {"again", ExpertParallel{2}}}};
+    moe->register_module("again", std::make_shared<torch::nn::Module>("again"))
+        ->register_parameter("gate_up_proj", moe->named_parameters()["experts.gate_up_proj"]);
+    expect_error([&] { (void)parallelize(moe.ptr(), comms, twice); }, {"experts.gate_up_proj", "another style already"});
+    MoeMlp scaled = layer(layer_options(4));
+    scaled->named_children()["experts"]->register_buffer("scale", at::ones({4}));
+    expect_error([&] { (void)parallelize(scaled.ptr(), comms, over(2)); }, {"buffer scale", "a row for each of 4 experts"});
+    MoeMlp whole = layer(layer_options(4));
+    const TensorParallel parallel = parallelize(whole.ptr(), comms, over(2));
+    ShardOptions options = toy::options("zero3");
+    options.numerics = Numerics::canonical;
+    options.gradient_divide = 1;
+    expect_error([&] { fully_shard(whole.ptr(), comms, options); }, {"Numerics::canonical", "2 ranks share"});
+  });
+  expect_error([] { Dispatch(matrix({{-1}}), 2, nullptr); }, {"expert -1", "counted from 0"});
 }
 
 TEST(Experts, what_does_not_fit_is_refused_by_name) {

@@ -12,6 +12,7 @@
 //   reduce_scatter  reduce-scatter        all-gather          terms -> split             split -> replicated
 //   all_to_all      cuts one dim, joins   the same, dims      split -> split             split -> split
 //                   another               swapped
+//   exchange_rows   sends rows by counts  sends them back     split -> split             split -> split
 //
 // A `Sum` says how terms are added, in the direction that has a sum. "Split" means that `dim` is cut evenly as torch.chunk
 // cuts: 5 rows over 4 ranks are 2, 2, 1 and 0. `length` is the length of the whole dim. Every rank of the group must call these
@@ -26,6 +27,7 @@
 #include <exception>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "shardproof/comm/comm.h"
 
@@ -54,6 +56,11 @@ at::Tensor reduce_scatter(const at::Tensor& x, int64_t dim, Comm& group, const S
 // x is whole along `split_dim` and cut along `concat_dim`, whose whole length is `concat_length`. The result is cut along
 // `split_dim` and whole along `concat_dim`.
 at::Tensor all_to_all(const at::Tensor& x, int64_t split_dim, int64_t concat_dim, int64_t concat_length, Comm& group);
+
+// x [sum of `sent`, n], of whose rows the first sent[0] go to rank 0, the next to rank 1, and so on -> [sum of `received`, n],
+// the rows from rank 0 first. A rank may send and receive no rows.
+at::Tensor exchange_rows(const at::Tensor& x, const std::vector<int64_t>& sent, const std::vector<int64_t>& received,
+                         Comm& group);
 
 // An asynchronous collective without an autograd graph. `result` waits for it and returns its output. A Pending owns the buffer
 // of the collective. So when it is destroyed without `result`, it waits too, except during an exception, which ends the world.

@@ -9,11 +9,11 @@
 #include <numeric>
 
 #include "device/matrix.h"
-#include "parallel/kept_group.h"
 #include "shardproof/algebra/split.h"
 #include "shardproof/base/check.h"
 #include "shardproof/hooks/unit.h"
 #include "shardproof/nn/gradient_place.h"
+#include "shardproof/parallel/collective_ops.h"
 
 namespace shardproof {
 namespace {
@@ -41,34 +41,11 @@ struct Collect : torch::autograd::Function<Collect> {
     ctx->save_for_backward({order});
     return rows.index_select(0, inverse);
   }
+  // Every rank's backward comes here first, so that all of them refuse.
   static variable_list backward(AutogradContext* ctx, variable_list dy) {
+    SHARD_REQUIRE(!c10::GradMode::is_enabled(), "experts",
+                  "a backward with create_graph through experts: they have no second gradient. Leave create_graph out");
     return {dy[0].index_select(0, ctx->get_saved_variables()[0]), {}, {}};
-  }
-};
-
-at::Tensor moved_rows(const at::Tensor& x, const std::vector<int64_t>& sent, const std::vector<int64_t>& received,
-                      Comm& group) {
-  const int64_t width = x.size(1), rows = std::accumulate(received.begin(), received.end(), int64_t{0});
-  const auto elements = [width](std::vector<int64_t> counts) {
-    for (int64_t& count : counts) count *= width;
-    return counts;
-  };
-  const at::Tensor input = x.detach().contiguous(), output = at::empty({rows, width}, x.options());
-  group.all_to_all(output, input, elements(received), elements(sent)).wait();
-  return output;
-}
-
-struct Exchange : torch::autograd::Function<Exchange> {
-  static Variable forward(AutogradContext* ctx, const Variable& x, const std::vector<int64_t>& sent,
-                          const std::vector<int64_t>& received, Comm* group) {
-    keep_group(ctx, *group);
-    ctx->saved_data["sent"] = sent;
-    ctx->saved_data["received"] = received;
-    return moved_rows(x, sent, received, *group);
-  }
-  static variable_list backward(AutogradContext* ctx, variable_list dy) {
-    const auto counts = [ctx](const char* name) { return ctx->saved_data[name].toIntVector(); };
-    return {moved_rows(dy[0], counts("received"), counts("sent"), group_in(ctx)), {}, {}, {}};
   }
 };
 
@@ -141,7 +118,7 @@ std::vector<int64_t> numbers_in(const at::Tensor& list) {
   return {list.const_data_ptr<int64_t>(), list.const_data_ptr<int64_t>() + list.numel()};
 }
 
-// Logits of experts in groups that take no part become -inf.
+// Scores of experts in groups that take no part become -inf.
 at::Tensor of_chosen_groups(const at::Tensor& scores, const RouterOptions& o) {
   if (o.groups_per_token == o.groups) return scores;
   const int64_t tokens = scores.size(0), each = o.experts / o.groups;
@@ -194,7 +171,10 @@ Dispatch::Dispatch(const at::Tensor& chosen, int64_t count, std::shared_ptr<Comm
                 c10::toString(chosen.scalar_type()));
   SHARD_REQUIRE(!chosen.is_meta(), "experts",
                 "which rows go to which expert is not known on the meta device, so a model with experts cannot be planned");
-  const at::Tensor flat = chosen.flatten(), counts = at::bincount(flat, {}, count);
+  const at::Tensor flat = chosen.flatten();
+  SHARD_REQUIRE(flat.numel() == 0 || flat.min().item<int64_t>() >= 0, "experts",
+                "a token was sent to expert {}; experts are counted from 0", flat.min().item<int64_t>());
+  const at::Tensor counts = at::bincount(flat, {}, count);
   SHARD_REQUIRE(counts.numel() == count, "experts", "a token was sent to expert {}, and there are {}", counts.numel() - 1,
                 count);
   order_ = at::argsort(flat, /*stable=*/true);
@@ -259,17 +239,6 @@ at::Tensor ExpertsImpl::forward(at::Tensor x, at::Tensor experts, at::Tensor wei
   const std::vector<at::Tensor> both = Products::apply(dispatch.rows(x), gate_up_proj, dispatch.blocks()).chunk(2, -1);
   const at::Tensor rows = Products::apply(at::silu(both[0]) * both[1], down_proj, dispatch.blocks());
   return dispatch.sums(rows, weights);
-}
-
-at::Tensor collective::exchange_rows(const at::Tensor& x, const std::vector<int64_t>& sent,
-                                     const std::vector<int64_t>& received, Comm& group) {
-  const auto ranks = static_cast<size_t>(group.size());
-  SHARD_REQUIRE(x.dim() == 2 && sent.size() == ranks && received.size() == ranks &&
-                    std::accumulate(sent.begin(), sent.end(), int64_t{0}) == x.size(0),
-                "exchange_rows", "x [{}] with counts of {} and {} ranks, in a group of {}, to which {} rows go",
-                fmt::join(x.sizes(), ", "), sent.size(), received.size(), ranks,
-                std::accumulate(sent.begin(), sent.end(), int64_t{0}));
-  return group.size() == 1 ? x : Exchange::apply(x, sent, received, &group);
 }
 
 }  // namespace shardproof

@@ -239,6 +239,16 @@ class SharedExperts final : public StyleHooks {
         std::ranges::any_of(parameters, [](const at::Tensor& parameter) { return parameter.dim() > 2; }), "tensor_parallel",
         "style ExpertParallel is for modules with a matrix for each expert in one parameter, and module '{}' ({}) has none",
         name, module.name());
+    for (const at::Tensor& parameter : parameters)
+      SHARD_REQUIRE(!owner->find(parameter), "tensor_parallel",
+                    "parameter {} of module '{}' has another style already; give ExpertParallel to one module that has it",
+                    name_in(*owner, parameter), name);
+    for (const auto& buffer : module.named_buffers(/*recurse=*/true))
+      SHARD_REQUIRE(
+          count(buffer.value()) != count(parameters.front()), "tensor_parallel",
+          "buffer {} of module '{}' has a row for each of {} experts, and the style ExpertParallel cuts parameters only. "
+          "Make it a parameter, or keep it outside of the module",
+          buffer.key(), name, count(parameters.front()));
     Comm& group = owner->share_experts(style);
     if (group.size() == 1) return;
     group_ = group.shared();

@@ -5,9 +5,11 @@
 // Experts may lie on several ranks: the style `ExpertParallel` (parallel_plan.h) gives each rank some of them. Rows then go to
 // the ranks of their experts and back, and their gradients likewise. Laws:
 //   1. An expert's gradient is the sum over all tokens of the world, divided as the gradients of all other parameters are.
-//   2. Which experts a token gets, and what they give, does not depend on the mesh or on other tokens.
-//   3. Rows are multiplied apart by the rank that they come from, and an expert's gradient adds these products in the order of
-//      ranks, as all sums of the library do.
+//   2. Which experts a token gets, and what they give, does not depend on the mesh or on other tokens, but for the rounding of
+//      products of other numbers of rows.
+//   3. `Experts` multiplies rows apart by the rank that they come from, and adds these products to a gradient in the order of
+//      ranks, as all sums of the library are taken.
+// They can be differentiated once: a backward with create_graph throws Error on every rank.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -84,22 +86,12 @@ class ExpertsImpl : public torch::nn::Module {
   // x [tokens, hidden] -> [tokens, hidden]: for each token the sum of its experts' outputs times their weights. Collective over
   // the ranks that share the experts.
   at::Tensor forward(at::Tensor x, at::Tensor experts, at::Tensor weights);
-  int64_t count() const { return count_; }  // of experts, on all ranks
 
   at::Tensor gate_up_proj, down_proj;
 
  private:
-  int64_t count_;
+  int64_t count_;  // of experts, on all ranks
 };
 TORCH_MODULE(Experts);
 
-namespace collective {
-
-// x [sum of `sent`, n], of whose rows the first sent[0] go to rank 0 of the group, the next to rank 1, and so on ->
-// [sum of `received`, n], the rows from rank 0 first. In the backward rows go back. Ranks may send and receive no rows. Every
-// rank of the group must call it, and run its backward, in the same order.
-at::Tensor exchange_rows(const at::Tensor& x, const std::vector<int64_t>& sent, const std::vector<int64_t>& received,
-                         Comm& group);
-
-}  // namespace collective
 }  // namespace shardproof
