@@ -20,7 +20,7 @@ struct PeerResult {
 };
 
 // Throws EnvironmentError as train_in_python does, or without the package, and std::runtime_error with Python's words, e.g.
-// when the package's parameters have other names, or another order, than those given.
+// when the package's parameters have other names than those given.
 PeerResult run_in_transformers(const PeerRun& run);
 
 }  // namespace golden

@@ -8,7 +8,8 @@ shardproof_test(NAME checkpoint_state_props LABEL checkpoint TORCH CASES 60 SOUR
   checkpoint/checkpoint_copies_props.cpp checkpoint/checkpoint_manager_props.cpp checkpoint/checkpoint_parallel_props.cpp
   checkpoint/checkpoint_refusals_props.cpp)
 shardproof_test(NAME weights_props LABEL checkpoint TORCH CASES 60 LIBRARIES harness
-  SOURCES checkpoint/weights_props.cpp checkpoint/weights_files_props.cpp checkpoint/hugging_face_config_props.cpp)
+  SOURCES checkpoint/weights_props.cpp checkpoint/weights_files_props.cpp checkpoint/hugging_face_config_props.cpp
+  checkpoint/expert_weights_props.cpp)
 
 add_test(NAME Damage.each_of_2000_random_flips_and_cuts_is_found
   COMMAND checkpoint_files_props --gtest_filter=Damage.every_random_flip_and_cut_is_found)

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import (AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig,
-                          MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
+                          MistralForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config,
+                          Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM)
 
 from scratch import ScratchCase
 
@@ -89,8 +90,11 @@ class HuggingFace(ScratchCase):
                 self.there_and_back("llama", llama(tied), lambda name: "model." + name)
                 self.setUp()
 
-    def test_mistral_and_the_qwens_come_and_go(self):
+    def test_llamas_of_other_names_come_and_go(self):
         kinds = {"mistral": (MistralForCausalLM, MistralConfig(**SIZES)),
+                 "mixtral": (MixtralForCausalLM, MixtralConfig(**{**SIZES, "intermediate_size": 8}, num_local_experts=11)),
+                 "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, head_dim=6, moe_intermediate_size=8, num_experts=11,
+                                                                   num_experts_per_tok=3, mlp_only_layers=[0])),
                  "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES, tie_word_embeddings=True)),
                  "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=6))}
         for family, (kind, config) in kinds.items():
@@ -297,7 +301,7 @@ class HuggingFace(ScratchCase):
         self.assertIn("has the names of the package already. Leave out --family",
                       shardproof("checkpoint", "convert", self.path("theirs"), self.path("x"), "--family", "llama", "--to",
                                  "safetensors", code=2))
-        self.assertIn("known are gpt2, llama, mistral, qwen2, qwen3",
+        self.assertIn("known are gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe",
                       shardproof("checkpoint", "convert", self.path("theirs"), self.path("x"), "--family", "opt", code=2))
         self.assertFalse(os.path.exists(self.path("x")))
 

@@ -9,7 +9,8 @@ import unittest
 
 import torch
 from transformers import (AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig,
-                          MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
+                          MistralForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config,
+                          Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM)
 
 from training_runs import ENVIRONMENT, SHARDPROOF, TrainingRuns
 
@@ -25,6 +26,10 @@ def model_of(family):
     models = {"gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=64, n_embd=24, n_layer=2, n_head=4)),
               "llama": lambda: LlamaForCausalLM(LlamaConfig(**sizes, rope_scaling=SLOWED)),
               "mistral": lambda: MistralForCausalLM(MistralConfig(**sizes, sliding_window=40)),
+              "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=5)),
+              "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, head_dim=8, moe_intermediate_size=8,
+                                                                      num_experts=5, num_experts_per_tok=3,
+                                                                      mlp_only_layers=[0])),
               "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**sizes)),
               "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=8))}
     torch.manual_seed(0)
@@ -69,9 +74,11 @@ class TrainFromWeights(TrainingRuns):
         return [line["loss"] for line in lines[1:-1]], output
 
     def test_the_first_loss_of_each_family_is_that_of_the_package_on_any_mesh(self):
-        for family in ("gpt2", "llama", "mistral", "qwen2", "qwen3"):
+        for family in ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"):
             model, folder = self.saved(family)
-            for mesh in (("dp_shard=2",), ("tp=2", "--sequence-parallel"), ("dp_shard=2,cp=2", "--strategy", "zero2")):
+            has_experts = family in ("mixtral", "qwen3_moe")
+            cut = ("dp_shard=2", "--expert-ranks", "2") if has_experts else ("tp=2", "--sequence-parallel")
+            for mesh in (("dp_shard=2",), cut, ("dp_shard=2,cp=2", "--strategy", "zero2")):
                 losses, output = self.losses_from(folder, "--steps", "1", "--mesh", *mesh)
                 self.assertAlmostEqual(losses[0], loss_of(model), places=4, msg=f"{family} on {mesh}")
                 self.assertIn(f"begin  with the weights in {folder}\n", output)

@@ -82,22 +82,26 @@ void CheckpointSource::make(const Recipes& recipes) {
 
 SafeTensorSpec CheckpointSource::made_by(const std::string& name, const WeightRecipe& recipe) const {
   SafeTensorSpec made;
+  int64_t rows = 0;  // of the first part
   for (const WeightPart& part : recipe.parts) {
     SafeTensorSpec spec = stored_.at(part.name);
-    SHARD_REQUIRE(!recipe.turned || spec.sizes.size() == 2, "checkpoint", "{}: {} has {} dims, expected a matrix", path_,
-                  part.name, spec.sizes.size());
-    if (part.rows) spec.sizes.at(0) = part.rows->size();
+    SHARD_REQUIRE((!recipe.turned && recipe.matrices == 0) || spec.sizes.size() == 2, "checkpoint",
+                  "{}: {} has {} dims, expected a matrix", path_, part.name, spec.sizes.size());
+    spec.sizes = part.shape(spec.sizes);
     if (&part == &recipe.parts[0]) {
       made = spec;
+      if (recipe.matrices > 0) rows = spec.sizes[0];
       continue;
     }
     const bool fits = spec.dtype == made.dtype && !spec.sizes.empty() && spec.sizes.size() == made.sizes.size() &&
-                      Shape(spec.sizes.begin() + 1, spec.sizes.end()) == Shape(made.sizes.begin() + 1, made.sizes.end());
+                      Shape(spec.sizes.begin() + 1, spec.sizes.end()) == Shape(made.sizes.begin() + 1, made.sizes.end()) &&
+                      (recipe.matrices == 0 || spec.sizes[0] == rows);
     SHARD_REQUIRE(fits, "checkpoint", "{}: {} [{}] and {} [{}] make no tensor {}", path_, recipe.parts[0].name,
                   fmt::join(made.sizes, ", "), part.name, fmt::join(spec.sizes, ", "), name);
     made.sizes[0] += spec.sizes[0];
   }
   if (recipe.turned) std::swap(made.sizes[0], made.sizes[1]);
+  if (recipe.matrices > 0) made.sizes = {recipe.matrices, made.sizes[0] / recipe.matrices, made.sizes[1]};
   return made;
 }
 
@@ -158,7 +162,8 @@ std::string CheckpointSource::read_made(const std::string& name, const Box& box)
 
 std::string CheckpointSource::read_part(const WeightPart& part) {
   Box box = whole(stored_.at(part.name).sizes);
-  if (part.rows) box.at(0) = *part.rows;
+  if (part.rows) box.at(part.matrix ? 1 : 0) = *part.rows;
+  if (part.matrix) box.at(0) = {*part.matrix, *part.matrix + 1};
   return read_stored(part.name, box);
 }
 

@@ -30,9 +30,10 @@ void add_checkpoint_command(CLI::App& app, int& exit_code) {
       ->capture_default_str();
   convert->add_option("--file-bytes-max", a->file_bytes_max, "the largest number of bytes of a safetensors file")
       ->capture_default_str();
-  convert->add_option("--family", a->family,
-                      "gpt2, llama, mistral, qwen2 or qwen3: files of weights have the names of this family in Hugging Face's "
-                      "transformers");
+  convert->add_option(
+      "--family", a->family,
+      "gpt2, llama, mistral, mixtral, qwen2, qwen3 or qwen3_moe: files of weights have the names of this family "
+      "in Hugging Face's transformers");
   convert->add_option("--config", a->config,
                       "with --family: the config.json of the model, for a folder that from_pretrained opens; a checkpoint of "
                       "`train` says it itself");

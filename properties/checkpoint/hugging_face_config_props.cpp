@@ -97,6 +97,60 @@ TEST(HuggingFaceConfig, defaults_are_those_of_the_package) {
             64);
 }
 
+// What the package writes for a Mixtral and a Qwen3Moe, what hub files say, and what is left out there.
+TEST(HuggingFaceConfig, of_models_with_experts_says_which_and_where) {
+  const Scratch scratch;
+  const auto read = [&](const std::string& text) {
+    spill(scratch / "config.json", text);
+    return read_hugging_face_config(scratch.path());
+  };
+  const std::string sizes = R"("num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+                               "intermediate_size": 96, "vocab_size": 100})";
+  const LlamaOptions mixtral = llama_of(read(R"({"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 3,
+      "output_router_logits": true, "router_aux_loss_coef": 0.02, "router_jitter_noise": 0.0, "sliding_window": null, )" +
+                                             sizes));
+  EXPECT_EQ(mixtral.router.experts, 6);
+  EXPECT_EQ(mixtral.router.experts_per_token, 3);
+  EXPECT_TRUE(mixtral.router.normalized && mixtral.router.score == RouterScore::softmax && !mixtral.qk_norm);
+  EXPECT_EQ(mixtral.expert_intermediate, 96);
+  const LlamaOptions usual = llama_of(read(R"({"model_type": "mixtral", )" + sizes));
+  EXPECT_EQ(std::tie(usual.router.experts, usual.router.experts_per_token, usual.rope_theta, usual.norm_eps, usual.longest),
+            std::make_tuple(8, 2, 1e6, 1e-5, 0));
+  for (const char* word : {"num_experts", "num_local_experts"}) {
+    HuggingFaceModel model = read(fmt::format(R"({{"model_type": "qwen3_moe", "{}": 5, "num_experts_per_tok": 2, "head_dim": 8,
+        "norm_topk_prob": true, "moe_intermediate_size": 24, "decoder_sparse_step": 1, "mlp_only_layers": [1, 0], )",
+                                              word) +
+                                  sizes);
+    auto& qwen3 = std::get<LlamaOptions>(model.options);
+    EXPECT_TRUE(qwen3.qk_norm && qwen3.router.normalized);
+    EXPECT_EQ(
+        std::tie(qwen3.router.experts, qwen3.expert_intermediate, qwen3.intermediate, qwen3.dense_layers, qwen3.head_size),
+        std::make_tuple(5, 24, 96, 2, 8));
+    qwen3.router.experts = 7;
+    qwen3.dense_layers = 1;
+    const HuggingFaceModel again = parse_hugging_face_config(hugging_face_config(model), word);
+    EXPECT_EQ(llama_of(again).router.experts, 7);
+    EXPECT_EQ(llama_of(again).dense_layers, 1);
+  }
+  const LlamaOptions bare =
+      llama_of(read(R"({"model_type": "qwen3_moe", "decoder_sparse_step": 2, "mlp_only_layers": [1], )" + sizes));
+  EXPECT_EQ(std::tie(bare.router.experts, bare.router.experts_per_token, bare.expert_intermediate, bare.dense_layers),
+            std::make_tuple(128, 8, 768, 3));
+  EXPECT_FALSE(bare.router.normalized);
+  const auto refuse = [&](const std::string& entry, std::initializer_list<std::string> parts) {
+    expect_error([&] { read("{" + entry + ", " + sizes); }, parts);
+  };
+  refuse(R"("model_type": "mixtral", "router_jitter_noise": 0.1)", {"config.json: router_jitter_noise"});
+  refuse(R"("model_type": "mixtral", "num_experts": 4, "num_local_experts": 8)", {"two words for one number"});
+  refuse(R"("model_type": "qwen3_moe", "num_experts": 0)", {"num_experts should be a whole number above 0"});
+  refuse(R"("model_type": "qwen3_moe", "decoder_sparse_step": 2)", {"layer 1 has experts and layer 2 has none"});
+  refuse(R"("model_type": "qwen3_moe", "mlp_only_layers": [2])", {"layer 0 has experts and layer 2 has none"});
+  refuse(R"("model_type": "qwen3_moe", "mlp_only_layers": "all")", {"mlp_only_layers should be a list of whole numbers"});
+  refuse(R"("model_type": "qwen3_moe", "shared_expert_intermediate_size": 8)", {"shared_expert_intermediate_size"});
+  refuse(R"("model_type": "llama", "num_local_experts": 8)", {"num_local_experts"});
+  refuse(R"("model_type": "deepseek_v3")", {"'deepseek_v3'", "mixtral, qwen2, qwen3, qwen3_moe"});
+}
+
 TEST(HuggingFaceConfig, of_what_the_models_cannot_compute_is_refused) {
   const Scratch scratch;
   const auto refuse = [&](const std::string& text, std::initializer_list<std::string> parts) {

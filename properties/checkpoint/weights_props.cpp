@@ -10,7 +10,7 @@
 #include "properties/kit/bits.h"
 #include "properties/kit/checkpoint_scratch.h"
 #include "properties/kit/expect_error.h"
-#include "properties/kit/family_models.h"
+#include "properties/kit/family_files.h"
 #include "shardproof/checkpoint/format/safetensors.h"
 #include "shardproof/checkpoint/format/torch_file.h"
 #include "shardproof/checkpoint/hugging_face.h"
@@ -22,84 +22,7 @@
 namespace shardproof::checkpoint {
 namespace {
 
-using namespace family_models;
-
-struct Setting {
-  int64_t replicate = 1, dp = 1, tp = 1;
-  std::string strategy = "zero3";
-  int64_t ranks() const { return replicate * dp * tp; }
-  Mesh mesh() const { return Mesh({{"dp_replicate", replicate}, {"dp_shard", dp}, {"tp", tp}}); }
-  std::string str() const { return fmt::format("{} on {}", strategy, mesh().str()); }
-};
-
-// Runs the body on every rank of the mesh, with the model of this seed.
-void on_mesh(const HuggingFaceModel& model, const Setting& setting, uint64_t seed,
-             const std::function<void(Sharded&, int64_t rank)>& body) {
-  run_threads(setting.ranks(), [&](std::shared_ptr<Comm> comm) {
-    const auto comms = std::make_shared<MeshComm>(comm, setting.mesh());
-    const auto module = made(model);
-    initialize_parameters(*module, uniform_initializer(seed, 0.5));
-    std::optional<TensorParallel> parallel;
-    if (setting.tp > 1)
-      parallel.emplace(
-          parallelize(module, comms,
-                      is_gpt(model) ? gpt_plan(std::get<GptOptions>(model.options)) : llama_plan(llama_of(model), setting.tp)));
-    Sharded sharded =
-        fully_shard(module, comms, {.strategy = strategy(setting.strategy), .units = by_type<GptBlockImpl, LlamaLayerImpl>()});
-    body(sharded, comm->rank());
-  });
-}
-
-void save_from(const HuggingFaceModel& model, const Setting& setting, uint64_t seed, const std::string& folder,
-               const SaveWeightsOptions& options) {
-  on_mesh(model, setting, seed, [&](Sharded& sharded, int64_t) { save_weights(folder, sharded, options); });
-}
-
-// What differs after loading; "" when nothing does.
-std::string differences(const HuggingFaceModel& model, const Setting& setting, const std::string& path,
-                        const LoadWeightsOptions& options, const Values& expected) {
-  std::vector<std::string> found(static_cast<size_t>(setting.ranks()));
-  on_mesh(model, setting, /*seed=*/99, [&](Sharded& sharded, int64_t rank) {
-    load_weights(path, sharded, options);
-    for (const auto& [name, value] : sharded.gather_parameters())
-      if (!kit::same_bits(value, expected.at(name))) found[static_cast<size_t>(rank)] += name + " ";
-  });
-  std::string all;
-  for (const std::string& names : found) all += names;
-  return all;
-}
-
-Setting drawn_setting() {
-  Setting setting{drawn(1, 2), drawn(1, 3), drawn(1, 2)};
-  setting.strategy = *rc::gen::elementOf(std::vector<std::string>{"zero3", "zero2", "ddp", "hsdp"});
-  return setting;
-}
-
-// What a file of the family holds, by the definition of its layout, with all projections as the package has them.
-Values by_definition(const HuggingFaceModel& model, const Values& values) {
-  Values stored;
-  for (const auto& [name, value] : values) {
-    const bool of_head = name == "lm_head.weight";
-    if (of_head && is_tied(model)) continue;
-    const bool projection = is_gpt(model) && name.starts_with("h.") && value.dim() == 2;
-    stored[(is_gpt(model) && !of_head ? "transformer." : "") + name] = projection ? value.t().contiguous() : value;
-  }
-  return stored;
-}
-
-at::Tensor read_whole(const StoredWeight& weight) {
-  const at::Tensor tensor = at::empty(weight.sizes, weight.dtype);
-  Box box;
-  for (const int64_t size : weight.sizes) box.push_back({0, size});
-  WeightReader(system_files()).read(weight, box, tensor.mutable_data_ptr());
-  return tensor;
-}
-
-Values read_all(const std::string& path) {
-  Values values;
-  for (const auto& [name, weight] : open_weights(system_files(), path)) values[name] = read_whole(weight);
-  return values;
-}
+using namespace family_files;
 
 void expect_same(const Values& got, const Values& expected) {
   for (const auto& [name, value] : expected) {
@@ -123,14 +46,6 @@ class CountingFiles : public FileSystem {
   uint64_t bytes_ = 0;
 };
 
-void write_torch(const std::string& path, const Values& values, const std::map<std::string, Path>& paths = {},
-                 const std::map<std::string, Value>& others = {}) {
-  std::map<std::string, SafeTensorSpec> specs;
-  for (const auto& [name, value] : values) specs[name] = {value.scalar_type(), value.sizes().vec()};
-  write_torch_file(system_files(), path, specs, others, paths,
-                   [&](const std::string& name) { return bytes_in(values.at(name)); });
-}
-
 HuggingFaceModel qwen2(bool tied = false) {
   return {
       "qwen2",
@@ -143,7 +58,7 @@ HuggingFaceModel qwen2(bool tied = false) {
 
 RC_GTEST_PROP(Weights, come_back_to_the_bit_on_any_mesh, ()) {
   const HuggingFaceModel model = drawn_model();
-  const Setting from = drawn_setting(), to = drawn_setting();
+  const Setup from = drawn_setup(model), to = drawn_setup(model);
   const auto projections =
       *rc::gen::elementOf(std::vector<Projections>{Projections::as_family, Projections::fused, Projections::separate});
   const auto file_bytes_max = static_cast<uint64_t>(drawn(1, 3) == 1 ? 100 : 1 << 20);
@@ -167,18 +82,18 @@ RC_GTEST_PROP(Weights, of_another_dtype_are_rounded_once, ()) {
   const Dtype dtype = *rc::gen::elementOf(std::vector<Dtype>{Dtype::BFloat16, Dtype::Half, Dtype::Double});
   const Scratch scratch;
   const std::string folder = scratch / "weights";
-  save_from(model, drawn_setting(), 7, folder, {.family = model.family, .dtype = dtype});
+  save_from(model, drawn_setup(model), 7, folder, {.family = model.family, .dtype = dtype});
   Values expected = values_of(model, 7), stored = by_definition(model, expected);
   for (auto& [name, value] : stored) value = value.to(dtype);
   expect_same(read_all(folder), stored);
   for (auto& [name, value] : expected) value = value.to(dtype).to(at::kFloat);
-  RC_ASSERT(differences(model, drawn_setting(), folder, {.family = model.family}, expected) == "");
+  RC_ASSERT(differences(model, drawn_setup(model), folder, {.family = model.family}, expected) == "");
 }
 
 // Headers and pickles besides, which a rank without any weights would read, too.
 RC_GTEST_PROP(Weights, each_rank_reads_the_bytes_that_it_holds_and_no_others, ()) {
   const HuggingFaceModel model = drawn_model();
-  const Setting setting = drawn_setting();
+  const Setup setup = drawn_setup(model);
   const bool torch = *rc::gen::arbitrary<bool>();
   const Scratch scratch;
   const std::string folder = scratch / "weights", file = scratch / "pytorch_model.bin";
@@ -189,8 +104,8 @@ RC_GTEST_PROP(Weights, each_rank_reads_the_bytes_that_it_holds_and_no_others, ()
   const std::string path = torch ? file : folder;
   CountingFiles opening;
   open_weights(opening, path);
-  std::vector<std::string> wrong(static_cast<size_t>(setting.ranks()));
-  on_mesh(model, setting, 99, [&](Sharded& sharded, int64_t rank) {
+  std::vector<std::string> wrong(static_cast<size_t>(setup.ranks()));
+  on_mesh(model, setup, 99, [&](Sharded& sharded, int64_t rank) {
     CountingFiles counting;
     const LoadedWeights loaded = load_weights(path, sharded, {.family = model.family, .files = &counting});
     uint64_t own = 0;
@@ -214,7 +129,8 @@ RC_GTEST_PROP(Weights, in_files_of_torch_save_come_to_the_bit, ()) {
     for (const auto& [name, value] : stored) paths[name] = {"state", name};
   write_torch(file, stored, paths,
               nested ? std::map<std::string, Value>{{"step", Value::integer(3)}} : std::map<std::string, Value>{});
-  RC_ASSERT(differences(model, drawn_setting(), file, {.family = model.family, .entry = nested ? "state" : ""}, values) == "");
+  RC_ASSERT(differences(model, drawn_setup(model), file, {.family = model.family, .entry = nested ? "state" : ""}, values) ==
+            "");
 }
 
 // Separate projections of the file in a model that has them fused, and the reverse, by the definition of fusion.
@@ -265,7 +181,7 @@ TEST(Weights, that_do_not_fit_are_named_on_every_rank) {
   const HuggingFaceModel gpt{"gpt2", GptOptions{.layers = 1, .hidden = 16, .heads = 2, .vocab = 7, .positions = 16}, 16};
   refused(scratch / "good", gpt, {.family = "gpt2"},
           {"the file lacks h.0.attn.c_attn.bias", "The model has no place for model.embed_tokens"});
-  refused(scratch / "good", model, {.family = "opt"}, {"'opt'", "gpt2, llama, mistral, qwen2, qwen3"});
+  refused(scratch / "good", model, {.family = "opt"}, {"'opt'", "gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe"});
   refused(scratch / "nothing", model, {}, {"nothing"});
   refused(scratch.path(), model, {}, {"there are no weights in this folder", "pytorch_model.bin"});
 

@@ -23,6 +23,9 @@ inline bool is_gpt(const HuggingFaceModel& model) {
 inline const LlamaOptions& llama_of(const HuggingFaceModel& model) {
   return std::get<LlamaOptions>(model.options);
 }
+inline bool has_experts(const HuggingFaceModel& model) {
+  return !is_gpt(model) && llama_of(model).router.experts > 0;
+}
 
 inline std::shared_ptr<torch::nn::Module> made(const HuggingFaceModel& model) {
   if (is_gpt(model)) return Gpt(std::get<GptOptions>(model.options)).ptr();
@@ -46,7 +49,17 @@ inline int64_t drawn(int64_t first, int64_t last) {
   return *rc::gen::inRange<int64_t>(first, last + 1);
 }
 
-// Small, of any of the families, and of any tp up to 2.
+// More than ten, whose numbers have an order of their own as texts, or so few that ranks have none.
+inline void draw_experts(const std::string& family, LlamaOptions& options) {
+  const int64_t experts = *rc::gen::elementOf(std::vector<int64_t>{1, 3, 12});
+  options.router = {.experts = experts, .experts_per_token = drawn(1, std::min<int64_t>(experts, 3))};
+  options.expert_intermediate = drawn(1, 4);
+  if (family != "qwen3_moe") return;
+  options.router.normalized = *rc::gen::arbitrary<bool>();
+  options.dense_layers = drawn(0, options.layers - 1);
+}
+
+// Small, of any of the families, and, without experts, of any tp up to 2.
 inline HuggingFaceModel drawn_model() {
   HuggingFaceModel model{*rc::gen::elementOf(checkpoint::weight_families()), {}, 16};
   const bool tied = *rc::gen::arbitrary<bool>();
@@ -63,18 +76,20 @@ inline HuggingFaceModel drawn_model() {
   }
   const int64_t kv_heads = drawn(1, 2), heads = 2 * kv_heads;
   const bool own_size = model.family != "qwen2" && *rc::gen::arbitrary<bool>();
-  model.options = LlamaOptions{.layers = drawn(1, 2),
-                               .hidden = heads * 2 * drawn(1, 2),
-                               .heads = heads,
-                               .kv_heads = kv_heads,
-                               .intermediate = drawn(2, 7),
-                               .vocab = drawn(3, 9),
-                               .rope_theta = *rc::gen::elementOf(std::vector<double>{10000, 1e6}),
-                               .norm_eps = 1e-6,
-                               .tied = tied,
-                               .qk_norm = model.family == "qwen3",
-                               .qkv_bias = model.family == "qwen2",
-                               .head_size = own_size ? 10 : 0};
+  LlamaOptions options{.layers = drawn(1, 2),
+                       .hidden = heads * 2 * drawn(1, 2),
+                       .heads = heads,
+                       .kv_heads = kv_heads,
+                       .intermediate = drawn(2, 7),
+                       .vocab = drawn(3, 9),
+                       .rope_theta = *rc::gen::elementOf(std::vector<double>{10000, 1e6}),
+                       .norm_eps = 1e-6,
+                       .tied = tied,
+                       .qk_norm = model.family.starts_with("qwen3"),
+                       .qkv_bias = model.family == "qwen2",
+                       .head_size = own_size ? 10 : 0};
+  if (model.family == "mixtral" || model.family == "qwen3_moe") draw_experts(model.family, options);
+  model.options = options;
   return model;
 }
 

@@ -29,7 +29,7 @@ struct Kind {
 std::vector<Kind> kinds() {
   const LlamaOptions plain{
       .layers = 2, .hidden = 48, .heads = 4, .kv_heads = 2, .intermediate = 64, .vocab = kVocab, .norm_eps = 1e-6};
-  LlamaOptions scaled = plain, mistral = plain, qwen2 = plain, qwen3 = plain;
+  LlamaOptions scaled = plain, mistral = plain, qwen2 = plain, qwen3 = plain, mixtral = plain, qwen3_moe;
   scaled.rope_theta = 500000;
   scaled.rope_scaling = {.factor = 8, .low_turns = 1, .high_turns = 4, .positions = 1024};
   mistral.longest = 4096;
@@ -38,11 +38,18 @@ std::vector<Kind> kinds() {
   qwen2.rope_theta = 1e6;
   qwen3.qk_norm = qwen3.tied = true;
   qwen3.head_size = 16;
+  mixtral.router = {.experts = 6, .experts_per_token = 2};
+  mixtral.expert_intermediate = 32;
+  qwen3_moe = mixtral;
+  qwen3_moe.qk_norm = true;
+  qwen3_moe.router.normalized = false;
   return {{"llama", "llama", plain},
           {"llama3", "llama", scaled},
           {"mistral", "mistral", mistral},
           {"qwen2", "qwen2", qwen2},
-          {"qwen3", "qwen3", qwen3}};
+          {"qwen3", "qwen3", qwen3},
+          {"mixtral", "mixtral", mixtral},
+          {"qwen3_moe", "qwen3_moe", qwen3_moe}};
 }
 
 struct Result {

@@ -77,11 +77,12 @@ double distance_of_peer(const golden::PeerRun& peer, const Result& ours) {
   return apart({result.logits, result.gradients}, ours);
 }
 
+golden::PeerRun peer_of(std::string config, golden::Named parameters) {
+  return {.config = std::move(config), .parameters = std::move(parameters), .tokens = tokens(), .targets = targets()};
+}
+
 golden::PeerRun peer_of(const checkpoint::HuggingFaceModel& model, golden::Named parameters) {
-  return {.config = checkpoint::hugging_face_config(model),
-          .parameters = std::move(parameters),
-          .tokens = tokens(),
-          .targets = targets()};
+  return peer_of(checkpoint::hugging_face_config(model), std::move(parameters));
 }
 
 // The same model with another number in its configuration.
@@ -116,17 +117,21 @@ TEST(Transformers, a_gpt_has_the_names_logits_and_gradients_of_gpt2) {
 namespace {
 
 // The package computes norms and angles of these families in float32, whatever the model's dtype.
-void expect_same_model(const std::string& family, const LlamaOptions& options, const char* key,
-                       const nlohmann::json& other) {
+void expect_same_as(const std::string& config, const LlamaOptions& options, const char* key, const nlohmann::json& other) {
   Llama single(options), twice(options);
   randomize(*single);
   randomize(*twice);
-  const golden::PeerRun peer = peer_of({family, options, 32}, distinct(*single, false));
+  const golden::PeerRun peer = peer_of(config, distinct(*single, false));
+  const std::string family = nlohmann::json::parse(config).at("model_type");
   const Result ours = run_ours(twice, at::kDouble);
   const double bound = kSpread * apart(run_ours(single, at::kFloat), ours);
   EXPECT_LT(bound, 1e-3) << family;
   EXPECT_LT(distance_of_peer(peer, ours), bound) << family;
   EXPECT_GT(distance_of_peer(with(peer, key, other), ours), bound) << family << ": a comparison without teeth, " << key;
+}
+
+void expect_same_model(const std::string& family, const LlamaOptions& options, const char* key, const nlohmann::json& other) {
+  expect_same_as(checkpoint::hugging_face_config({family, options, 32}), options, key, other);
 }
 
 LlamaOptions small_llama(int64_t kv_heads, bool tied) {
@@ -156,6 +161,65 @@ TEST(Transformers, llamas_with_biases_norms_and_windows_are_mistral_qwen2_and_qw
   qwen3.qk_norm = true;
   qwen3.head_size = 8;
   expect_same_model("qwen3", qwen3, "rms_norm_eps", 1e-2);
+}
+
+namespace {
+
+LlamaOptions with_experts(int64_t experts, int64_t per_token) {
+  LlamaOptions options = small_llama(2, false);
+  options.router = {.experts = experts, .experts_per_token = per_token};
+  options.expert_intermediate = 7;
+  return options;
+}
+
+}  // namespace
+
+TEST(Transformers, llamas_with_experts_are_mixtral_and_qwen3_moe) {
+  LlamaOptions mixtral = with_experts(5, 2), qwen3 = with_experts(12, 3);
+  expect_same_model("mixtral", mixtral, "num_experts_per_tok", 1);
+  mixtral.router.score = RouterScore::chosen_softmax;
+  mixtral.longest = 9;
+  expect_same_model("mixtral", mixtral, "sliding_window", 3);
+  qwen3.qk_norm = true;
+  qwen3.head_size = 8;
+  expect_same_model("qwen3_moe", qwen3, "norm_topk_prob", false);
+  qwen3.router.normalized = false;
+  qwen3.dense_layers = 1;
+  expect_same_model("qwen3_moe", qwen3, "norm_topk_prob", true);
+}
+
+// Dots1 has the attention of Qwen3, and in its layers the router, experts and shared expert of DeepSeek-V3.
+TEST(Transformers, groups_of_experts_and_a_shared_one_are_those_of_deepseek_v3) {
+  for (const bool normalized : {true, false}) {
+    LlamaOptions options = with_experts(12, 3);
+    options.qk_norm = true;
+    options.head_size = 8;
+    options.dense_layers = 1;
+    options.shared_intermediate = 2 * options.expert_intermediate;
+    options.router = {.experts = 12,
+                      .experts_per_token = 3,
+                      .score = RouterScore::sigmoid,
+                      .normalized = normalized,
+                      .scale = 2.5,
+                      .groups = 4,
+                      .groups_per_token = 2};
+    LlamaOptions dense = options;
+    dense.router = {};
+    nlohmann::json config = nlohmann::json::parse(checkpoint::hugging_face_config({"qwen3", dense, 32}));
+    config.update({{"model_type", "dots1"},
+                   {"n_routed_experts", 12},
+                   {"num_experts_per_tok", 3},
+                   {"moe_intermediate_size", 7},
+                   {"n_shared_experts", 2},
+                   {"n_group", 4},
+                   {"topk_group", 2},
+                   {"first_k_dense_replace", 1},
+                   {"routed_scaling_factor", 2.5},
+                   {"norm_topk_prob", normalized}});
+    for (const auto& [key, other] : std::map<std::string, nlohmann::json>{
+             {"topk_group", 1}, {"n_group", 2}, {"routed_scaling_factor", 2.0}, {"norm_topk_prob", !normalized}})
+      expect_same_as(config.dump(), options, key.c_str(), other);
+  }
 }
 
 // Each has one number that is not allowed.

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import shardproof
 from models import Block, Net, assert_same_bits
@@ -97,11 +98,15 @@ def small(transformers, family):
         return transformers.GPT2Config(vocab_size=13, n_positions=16, n_embd=12, n_layer=2, n_head=2)
     if family == "qwen3":
         return transformers.Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=True)
+    if family == "mixtral":
+        return transformers.MixtralConfig(**{**sizes, "intermediate_size": 8}, num_local_experts=11)
+    if family == "qwen3_moe":
+        return transformers.Qwen3MoeConfig(**sizes, moe_intermediate_size=8, num_experts=11, num_experts_per_tok=2)
     kinds = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config"}
     return getattr(transformers, kinds[family])(**sizes)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"])
 def test_a_model_of_transformers_goes_out_and_from_pretrained_opens_it(tmp_path, family):
     transformers = pytest.importorskip("transformers")
     config = small(transformers, family)
@@ -131,6 +136,32 @@ def test_a_model_of_transformers_goes_out_and_from_pretrained_opens_it(tmp_path,
 
     for values in shardproof.run_threads(2, back):
         assert_same_bits({name: values[name] for name in whole(model)}, whole(model))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_of_hub_files_come_into_a_model_of_transformers(tmp_path, family):
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_config(small(transformers, family)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    model.save_pretrained(str(tmp_path / "hub"))
+
+    def body(comm):
+        own = transformers.AutoModelForCausalLM.from_config(model.config)
+        shardproof.parallelize(own, comm, plan={"model.layers.*.mlp.experts": shardproof.ExpertParallel(ranks=2)})
+        sharded = shardproof.fully_shard(own, comm)
+        shardproof.load_weights(str(tmp_path / "hub"), sharded, family=family)
+        shardproof.save_weights(str(tmp_path / "back"), sharded, family=family, config=model.config)
+        return sharded.gather()
+
+    for values in shardproof.run_threads(2, body):
+        assert_same_bits({name: values[name] for name in whole(model)}, whole(model))
+    written, hub = (sorted(load_file(tmp_path / folder / "model.safetensors")) for folder in ("back", "hub"))
+    assert written == hub
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "back"), output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert_same_bits(whole(again), whole(model))
 
 
 def test_weights_are_rounded_to_a_dtype(tmp_path):

@@ -1,6 +1,7 @@
 #include "shardproof/checkpoint/hugging_face.h"
 
 #include <algorithm>
+#include <numeric>
 #include <set>
 
 #include "checkpoint/format/cause.h"
@@ -31,6 +32,7 @@ constexpr std::string_view kFree =
     "no_repeat_ngram_size "
     "encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores forced_bos_token_id forced_eos_token_id "
     "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens max_sequence_length is_llama_config "
+    "output_router_logits router_aux_loss_coef "  // of a loss that the caller of the package's model adds
     "transformers.js_config unsloth_fixed unsloth_version attn_implementation _attn_implementation "
     "_attn_implementation_autoset _attn_implementation_internal ";
 
@@ -82,6 +84,13 @@ class Config {
             fmt::format("{} should be a list of texts, and is {}", key, list.dump()));
     return list.get<std::vector<std::string>>();
   }
+  std::vector<int64_t> numbers(const char* key) const {
+    if (!has(key)) return {};
+    const json& list = values_.at(key);
+    require(list.is_array() && std::ranges::all_of(list, [](const json& item) { return item.is_number_integer(); }),
+            fmt::format("{} should be a list of whole numbers, and is {}", key, list.dump()));
+    return list.get<std::vector<int64_t>>();
+  }
   Config inside(const char* key) const { return {path_ + ": " + key, values_.at(key)}; }
   bool is_object() const { return values_.is_object(); }
   bool is_empty() const { return values_.empty(); }
@@ -119,8 +128,8 @@ GptOptions gpt_of(const Config& config) {
   return gpt;
 }
 
-void read_rope(const Config& config, LlamaOptions& llama) {
-  llama.rope_theta = config.number("rope_theta", 10000);
+void read_rope(const Config& config, double theta, LlamaOptions& llama) {
+  llama.rope_theta = config.number("rope_theta", theta);
   for (const char* key : {"rope_scaling", "rope_parameters"}) {
     if (!config.has(key)) continue;
     const Config rope = config.inside(key);
@@ -142,6 +151,7 @@ void read_rope(const Config& config, LlamaOptions& llama) {
 
 // The sliding window, where one is in use; 0: none.
 int64_t window_of(const Config& config, const std::string& family) {
+  if (family == "mixtral") return config.integer("sliding_window", 0);
   if (family == "mistral") return config.names("sliding_window") ? config.integer("sliding_window", 0) : 4096;
   if (!family.starts_with("qwen") || !config.flag("use_sliding_window", false)) return 0;
   return config.integer("sliding_window", 4096);
@@ -150,12 +160,46 @@ int64_t window_of(const Config& config, const std::string& family) {
 // What the package takes when a file of this family does not say it.
 struct Defaults {
   int64_t kv_heads, head_size, positions;  // 0: the heads; hidden / heads
+  double theta = 10000, eps = 1e-6;
 };
 
 Defaults defaults_of(const std::string& family) {
   if (family == "llama") return {0, 0, 2048};
   if (family == "mistral") return {8, 0, 4096 * 32};
+  if (family == "mixtral") return {8, 0, 4096 * 32, 1e6, 1e-5};
+  if (family == "qwen3_moe") return {4, 0, 32768};
   return {32, family == "qwen3" ? 128 : 0, 32768};
+}
+
+bool has_experts(const std::string& family) {
+  return family == "mixtral" || family == "qwen3_moe";
+}
+
+// How many layers, the first ones, have no experts.
+int64_t dense_layers_of(const Config& config, int64_t layers) {
+  const int64_t step = config.integer("decoder_sparse_step", 1);
+  const std::vector<int64_t> listed = config.numbers("mlp_only_layers");
+  const auto is_dense = [&](int64_t i) { return (i + 1) % step != 0 || std::ranges::count(listed, i) > 0; };
+  int64_t dense = 0;
+  while (dense < layers && is_dense(dense)) ++dense;
+  for (int64_t i = dense; i < layers; ++i)
+    config.require(!is_dense(i), fmt::format("layer {} has experts and layer {} has none, by decoder_sparse_step and "
+                                             "mlp_only_layers. Those of a Llama without experts are its first ones",
+                                             dense, i));
+  return dense;
+}
+
+void read_experts(const Config& config, const std::string& family, LlamaOptions& llama) {
+  const bool mixtral = family == "mixtral";
+  llama.router.experts = config.integer("num_local_experts", config.integer("num_experts", mixtral ? 8 : 128));
+  config.require(config.integer("num_experts", llama.router.experts) == llama.router.experts,
+                 "num_experts and num_local_experts are two words for one number, and differ");
+  llama.router.experts_per_token = config.integer("num_experts_per_tok", mixtral ? 2 : 8);
+  llama.router.normalized = mixtral || config.flag("norm_topk_prob", false);
+  llama.expert_intermediate = mixtral ? llama.intermediate : config.integer("moe_intermediate_size", 768);
+  if (!mixtral) llama.dense_layers = dense_layers_of(config, llama.layers);
+  config.require(config.number("router_jitter_noise", 0) == 0,
+                 "router_jitter_noise multiplies what a router sees by random numbers, and a Llama's sees what there is");
 }
 
 LlamaOptions llama_of(const Config& config, const std::string& family) {
@@ -169,10 +213,11 @@ LlamaOptions llama_of(const Config& config, const std::string& family) {
   llama.kv_heads = config.integer("num_key_value_heads", as_heads ? llama.heads : otherwise.kv_heads);
   llama.intermediate = config.integer("intermediate_size");
   llama.vocab = config.integer("vocab_size");
-  read_rope(config, llama);
-  llama.norm_eps = config.number("rms_norm_eps", 1e-6);
+  if (has_experts(family)) read_experts(config, family, llama);
+  read_rope(config, otherwise.theta, llama);
+  llama.norm_eps = config.number("rms_norm_eps", otherwise.eps);
   llama.tied = config.flag("tie_word_embeddings", false);
-  llama.qk_norm = family == "qwen3";
+  llama.qk_norm = family.starts_with("qwen3");
   llama.qkv_bias = family == "qwen2";
   llama.longest = window_of(config, family);
   if (family.starts_with("qwen")) config.names("sliding_window");  // which says nothing where it is not in use
@@ -205,15 +250,45 @@ json config_of_gpt(const GptOptions& gpt) {
           {"tie_word_embeddings", gpt.tied}};
 }
 
+json config_of_experts(const std::string& family, const LlamaOptions& llama) {
+  const RouterOptions& router = llama.router;
+  const bool mixtral = family == "mixtral";
+  // A softmax of the chosen logits is one of all of them whose chosen part is divided by its sum.
+  const bool normalized = router.normalized || router.score == RouterScore::chosen_softmax;
+  SHARD_REQUIRE(router.score != RouterScore::sigmoid && router.scale == 1 && router.groups_per_token == router.groups &&
+                    llama.shared_intermediate == 0,
+                "hugging_face",
+                "a {} has no such model: its experts are chosen by softmax out of all, their weights are not "
+                "scaled, and none is shared",
+                family);
+  SHARD_REQUIRE(!mixtral || (normalized && llama.dense_layers == 0), "hugging_face",
+                "a mixtral has no such model: the weights of a token's experts have the sum 1, and every layer has experts");
+  if (mixtral)
+    return {{"num_local_experts", router.experts},
+            {"num_experts_per_tok", router.experts_per_token},
+            {"intermediate_size", llama.expert_intermediate}};
+  std::vector<int64_t> dense(static_cast<size_t>(std::min(llama.dense_layers, llama.layers)));
+  std::iota(dense.begin(), dense.end(), 0);
+  return {{"num_experts", router.experts},
+          {"num_experts_per_tok", router.experts_per_token},
+          {"moe_intermediate_size", llama.expert_intermediate},
+          {"norm_topk_prob", normalized},
+          {"decoder_sparse_step", 1},
+          {"mlp_only_layers", dense}};
+}
+
 json config_of_llama(const HuggingFaceModel& model, const LlamaOptions& llama) {
-  static const std::map<std::string, std::string> classes = {{"llama", "LlamaForCausalLM"},
-                                                             {"mistral", "MistralForCausalLM"},
-                                                             {"qwen2", "Qwen2ForCausalLM"},
-                                                             {"qwen3", "Qwen3ForCausalLM"}};
+  static const std::map<std::string, std::string> classes = {
+      {"llama", "LlamaForCausalLM"}, {"mistral", "MistralForCausalLM"}, {"mixtral", "MixtralForCausalLM"},
+      {"qwen2", "Qwen2ForCausalLM"}, {"qwen3", "Qwen3ForCausalLM"},     {"qwen3_moe", "Qwen3MoeForCausalLM"}};
   const int64_t head = llama.features_of_head();
-  SHARD_REQUIRE(llama.qkv_bias == (model.family == "qwen2") && llama.qk_norm == (model.family == "qwen3"), "hugging_face",
-                "a {} has no such model: of these families qwen2 alone has qkv_bias, got {}, and qwen3 alone qk_norm, got {}",
-                model.family, llama.qkv_bias, llama.qk_norm);
+  SHARD_REQUIRE(
+      llama.qkv_bias == (model.family == "qwen2") && llama.qk_norm == model.family.starts_with("qwen3"), "hugging_face",
+      "a {} has no such model: of these families qwen2 alone has qkv_bias, got {}, and the qwen3 alone qk_norm, got {}",
+      model.family, llama.qkv_bias, llama.qk_norm);
+  SHARD_REQUIRE((llama.router.experts > 0) == has_experts(model.family), "hugging_face",
+                "a {} has no such model: mixtral and qwen3_moe have experts, the others none; got {}", model.family,
+                llama.router.experts);
   SHARD_REQUIRE(model.family != "qwen2" || head * llama.heads == llama.hidden, "hugging_face",
                 "a qwen2 has heads of hidden / heads features, {} / {}, got {}", llama.hidden, llama.heads, head);
   json config = {{"architectures", {classes.at(model.family)}},
@@ -229,6 +304,7 @@ json config_of_llama(const HuggingFaceModel& model, const LlamaOptions& llama) {
                  {"hidden_act", "silu"},
                  {"attention_dropout", llama.attention_dropout},
                  {"tie_word_embeddings", llama.tied}};
+  if (has_experts(model.family)) config.update(config_of_experts(model.family, llama));
   if (model.family != "qwen2") config["head_dim"] = head;
   if (const RopeScaling& rope = llama.rope_scaling; rope.factor != 1)
     config["rope_scaling"] = {{"rope_type", "llama3"},
@@ -237,7 +313,7 @@ json config_of_llama(const HuggingFaceModel& model, const LlamaOptions& llama) {
                               {"high_freq_factor", rope.high_turns},
                               {"original_max_position_embeddings", rope.positions}};
   const json window = llama.longest > 0 ? json(llama.longest) : json();
-  if (model.family == "mistral") config["sliding_window"] = window;
+  if (model.family == "mistral" || model.family == "mixtral") config["sliding_window"] = window;
   if (model.family.starts_with("qwen")) {
     config["use_sliding_window"] = llama.longest > 0;
     config["sliding_window"] = window;
@@ -263,6 +339,9 @@ json changed_source(const HuggingFaceModel& model, const json& now) {
     source["rope_theta"] = now.at("rope_theta");
     source["rope_scaling"] = now.value("rope_scaling", json());
   }
+  if (differs("num_experts") || differs("num_local_experts"))
+    for (const char* word : {"num_experts", "num_local_experts"}) source.erase(word);
+  if (differs("mlp_only_layers")) source["decoder_sparse_step"] = 1;
   for (const auto& [key, value] : now.items())
     if (differs(key.c_str())) source[key] = value;
   return source;

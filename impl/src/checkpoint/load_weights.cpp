@@ -18,9 +18,10 @@ namespace {
 
 constexpr int64_t kElementsAtOnce = int64_t{8} << 20;
 
-// Rows of a parameter, and the tensor of the file that has exactly these.
+// Rows of a parameter, and the tensor of the file that has exactly these. `place`: along dim 0; of a stack of matrices the
+// matrix, and rows of it; empty of a scalar.
 struct SourceOfRows {
-  Interval rows;
+  Box place;
   StoredWeight weight;
 };
 // Of a whole parameter, in the order of rows.
@@ -40,6 +41,7 @@ class WeightLoader {
       shapes_[name] = parameter.sizes;
       for (const std::string& other : parameter.other_names) shapes_[other] = parameter.sizes;
     }
+    for (const auto& [name, tensor] : names.plain) shapes_[name] = tensor.sizes().vec();
     for (const auto& [name, parameter] : names.parameters) match_parameter(name, parameter);
     std::set<std::string> parameters;
     for (const auto& item : sharded_.impl().module->named_parameters()) parameters.insert(item.key());
@@ -107,12 +109,22 @@ class WeightLoader {
       StoredWeight weight = stored_.at(part.name);
       if (recipe->turned) weight = weight.turned(part.name);
       if (part.rows) weight = weight.rows(part.rows->begin, part.rows->size());
-      const int64_t count = weight.sizes.empty() ? 1 : weight.sizes[0];
-      sources.push_back({{rows, rows + count}, std::move(weight)});
-      rows += count;
+      const int64_t begin = rows;
+      if (!weight.sizes.empty()) rows += weight.sizes[0];
+      sources.push_back({weight.sizes.empty() ? Box{} : Box{{begin, rows}}, std::move(weight)});
     }
     require_shape(name, shape, *recipe, sources, rows);
+    for (int64_t i = 0; recipe->matrices > 0 && i < std::ssize(sources); ++i)
+      put_in_stack(sources[static_cast<size_t>(i)], i * recipe->matrices / std::ssize(sources), shape[1]);
     return sources;
+  }
+
+  // Makes of a matrix's rows, counted from the first matrix of the stack, a box of the stack.
+  static void put_in_stack(SourceOfRows& source, int64_t matrix, int64_t rows) {
+    const Interval all = source.place[0];
+    source.place = {{matrix, matrix + 1}, {all.begin - matrix * rows, all.end - matrix * rows}};
+    source.weight.sizes.insert(source.weight.sizes.begin(), 1);
+    source.weight.strides.insert(source.weight.strides.begin(), 0);
   }
 
   static void require_floating(const std::string& name, const Sources& sources) {
@@ -123,17 +135,28 @@ class WeightLoader {
 
   void require_shape(const std::string& name, const Shape& shape, const WeightRecipe& recipe, const Sources& sources,
                      int64_t rows) const {
-    const auto fits = [&](const SourceOfRows& source) {
-      const Shape& sizes = source.weight.sizes;
-      return sizes.size() == shape.size() && (shape.empty() || std::equal(sizes.begin() + 1, sizes.end(), shape.begin() + 1));
+    const bool stack = recipe.matrices > 0;
+    const Shape end = stack ? Shape{shape[1] * shape[0], shape[2]} : shape;  // as rows of matrices, end to end
+    const auto fits = [&](const Shape& sizes) {
+      return sizes.size() == end.size() && (end.empty() || std::equal(sizes.begin() + 1, sizes.end(), end.begin() + 1)) &&
+             (!stack || sizes[0] * std::ssize(sources) == end[0]);
     };
-    const bool all = std::all_of(sources.begin(), sources.end(), fits) && (shape.empty() || rows == shape[0]);
-    std::vector<std::string> found;
-    for (const WeightPart& part : recipe.parts)
-      found.push_back(fmt::format("{} [{}]", part.name, fmt::join(stored_shapes_.at(part.name), ", ")));
-    SHARD_REQUIRE(all, "checkpoint", "{}: {} has the shape [{}] in this model, and the file has {}{}", sources[0].weight.file,
-                  name, fmt::join(shape, ", "), fmt::join(found, ", "),
+    std::vector<std::string> found, wrong;
+    for (size_t i = 0; i < sources.size(); ++i) {
+      const std::string& part = recipe.parts[i].name;
+      found.push_back(fmt::format("{} [{}]", part, fmt::join(stored_shapes_.at(part), ", ")));
+      if (!fits(sources[i].weight.sizes)) wrong.push_back(found.back());
+    }
+    SHARD_REQUIRE(wrong.empty() && (end.empty() || rows == end[0]), "checkpoint",
+                  "{}: {} has the shape [{}] in this model, and the file has {}{}", sources[0].weight.file, name,
+                  fmt::join(shape, ", "), first_of(wrong.empty() ? found : wrong),
                   recipe.turned ? ", where matrices are inputs x outputs" : "");
+  }
+
+  static std::string first_of(const std::vector<std::string>& list) {
+    const int64_t more = std::ssize(list) - 4;
+    return fmt::format("{}{}", fmt::join(list.begin(), list.begin() + std::min<int64_t>(4, std::ssize(list)), ", "),
+                       more > 0 ? fmt::format(" and {} more", more) : "");
   }
 
   void find_unused() {
@@ -160,14 +183,10 @@ class WeightLoader {
     if (missing.empty() && unknown.empty()) return;
     std::vector<std::string> names;
     for (const auto& [name, weight] : stored_) names.push_back(name);
-    const auto first = [](const std::vector<std::string>& list) {
-      const int64_t more = std::ssize(list) - 4;
-      return fmt::format("{}{}", fmt::join(list.begin(), list.begin() + std::min<int64_t>(4, std::ssize(list)), ", "),
-                         more > 0 ? fmt::format(" and {} more", more) : "");
-    };
     std::string text;
-    if (!missing.empty()) text = fmt::format("the file lacks {}.{}", first(missing), did_you_mean(missing[0], names));
-    if (!unknown.empty()) text += fmt::format("{} model has no place for {}.", text.empty() ? "the" : " The", first(unknown));
+    if (!missing.empty()) text = fmt::format("the file lacks {}.{}", first_of(missing), did_you_mean(missing[0], names));
+    if (!unknown.empty())
+      text += fmt::format("{} model has no place for {}.", text.empty() ? "the" : " The", first_of(unknown));
     throw Error(message(
         "[checkpoint] {} does not fit this model{}, and nothing was loaded: {} {} (known are {}). A program can load what "
         "fits, by `partial`",
@@ -183,10 +202,10 @@ class WeightLoader {
     int64_t done = 0;
     for (const SourceOfRows& source : sources) {
       Box part = box;
-      if (!part.empty())
-        part[0] = {std::max(box[0].begin, source.rows.begin) - source.rows.begin,
-                   std::min(box[0].end, source.rows.end) - source.rows.begin};
-      if (!part.empty() && part[0].size() <= 0) continue;
+      for (size_t d = 0; d < source.place.size(); ++d)
+        part[d] = {std::max(box[d].begin, source.place[d].begin) - source.place[d].begin,
+                   std::min(box[d].end, source.place[d].end) - source.place[d].begin};
+      if (std::any_of(part.begin(), part.end(), [](const Interval& one) { return one.size() <= 0; })) continue;
       const int64_t count = numel(part);
       const at::Tensor raw = at::empty({count}, source.weight.dtype);
       reader_.read(source.weight, part, raw.mutable_data_ptr());

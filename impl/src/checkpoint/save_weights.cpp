@@ -17,11 +17,9 @@ namespace shardproof::checkpoint {
 namespace {
 
 Shape shape_in_file(const WeightRecipe& recipe, const WeightShapes& shapes) {
-  Shape sizes = shapes.at(recipe.parts[0].name);
-  if (!sizes.empty()) {
-    sizes[0] = 0;
-    for (const WeightPart& part : recipe.parts) sizes[0] += part.rows ? part.rows->size() : shapes.at(part.name)[0];
-  }
+  const auto shape = [&](const WeightPart& part) { return part.shape(shapes.at(part.name)); };
+  Shape sizes = shape(recipe.parts[0]);
+  for (size_t i = 1; i < recipe.parts.size(); ++i) sizes.at(0) += shape(recipe.parts[i]).at(0);
   if (recipe.turned) std::swap(sizes.at(0), sizes.at(1));
   return sizes;
 }
@@ -51,21 +49,46 @@ FilePlan plan_file(Sharded& sharded, const SaveWeightsOptions& options) {
   return plan;
 }
 
-// The whole tensor of the file. Collective.
-at::Tensor gather_for_file(Sharded& sharded, const FilePlan& plan, const WeightRecipe& recipe) {
-  std::vector<at::Tensor> parts;
-  for (const WeightPart& part : recipe.parts) {
-    const auto plain = plan.plain.find(part.name);
-    at::Tensor whole = (plain == plan.plain.end() ? sharded.gather_main_parameter(part.name) : plain->second).to(at::kCPU);
-    if (part.rows) whole = whole.narrow(0, part.rows->begin, part.rows->size());
-    parts.push_back(whole);
+// Whole tensors of the file. A parameter is gathered once, and kept while more tensors are to be made of it.
+class Gatherer {
+ public:
+  Gatherer(Sharded& sharded, const FilePlan& plan) : sharded_(sharded), plan_(plan) {
+    for (const auto& [name, recipe] : plan.recipes)
+      for (const WeightPart& part : recipe.parts) ++left_[part.name];
   }
-  const at::Tensor tensor = parts.size() == 1 ? parts[0] : at::cat(parts, 0);
-  return (recipe.turned ? tensor.t() : tensor).contiguous();
-}
+
+  // Collective. All ranks ask for the same tensors, in the same order.
+  at::Tensor operator()(const WeightRecipe& recipe) {
+    std::vector<at::Tensor> parts;
+    for (const WeightPart& part : recipe.parts) {
+      at::Tensor rows = parameter(part.name);
+      if (part.matrix) rows = rows.select(0, *part.matrix);
+      if (part.rows) rows = rows.narrow(0, part.rows->begin, part.rows->size());
+      parts.push_back(rows);
+    }
+    const at::Tensor tensor = parts.size() == 1 ? parts[0] : at::cat(parts, 0);
+    return (recipe.turned ? tensor.t() : tensor).contiguous();
+  }
+
+ private:
+  at::Tensor parameter(const std::string& name) {
+    at::Tensor& kept = kept_[name];
+    const auto plain = plan_.plain.find(name);
+    if (!kept.defined())
+      kept = (plain == plan_.plain.end() ? sharded_.gather_main_parameter(name) : plain->second).to(at::kCPU);
+    const at::Tensor whole = kept;
+    if (--left_.at(name) == 0) kept_.erase(name);
+    return whole;
+  }
+
+  Sharded& sharded_;
+  const FilePlan& plan_;
+  std::map<std::string, int64_t> left_;  // how many more times each is asked for
+  std::map<std::string, at::Tensor> kept_;
+};
 
 // Rank 0 writes what all ranks gather. When writing fails, the gathers that others wait for still take place.
-std::string write_on_rank_0(StagedFolder& folder, Sharded& sharded, const FilePlan& plan, const SaveWeightsOptions& options) {
+std::string write_on_rank_0(StagedFolder& folder, Gatherer& gather, const FilePlan& plan, const SaveWeightsOptions& options) {
   std::set<std::string> gathered;
   std::string error = error_of([&] {
     if (!options.config.empty()) write_file(*options.files, folder.path() + "/config.json", options.config);
@@ -73,13 +96,13 @@ std::string write_on_rank_0(StagedFolder& folder, Sharded& sharded, const FilePl
         *options.files, folder.path(), plan.specs,
         [&](const std::string& name) {
           gathered.insert(name);
-          const at::Tensor tensor = rounded_weight(name, gather_for_file(sharded, plan, plan.recipes.at(name)), options.dtype);
+          const at::Tensor tensor = rounded_weight(name, gather(plan.recipes.at(name)), options.dtype);
           return std::string(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes());
         },
         options.file_bytes_max);
   });
   for (const auto& [name, recipe] : plan.recipes)
-    if (!gathered.contains(name)) gather_for_file(sharded, plan, recipe);
+    if (!gathered.contains(name)) gather(recipe);
   return error;
 }
 
@@ -97,10 +120,11 @@ void save_weights(const std::string& directory, Sharded& sharded, const SaveWeig
     if (world.rank() == 0) folder.emplace(*options.files, directory, options.overwrite);
   });
   std::string error;
+  Gatherer gather(sharded, plan);
   if (folder)
-    error = write_on_rank_0(*folder, sharded, plan, options);
+    error = write_on_rank_0(*folder, gather, plan, options);
   else
-    for (const auto& [name, recipe] : plan.recipes) gather_for_file(sharded, plan, recipe);
+    for (const auto& [name, recipe] : plan.recipes) gather(recipe);
   agree(world, error);
   agree_on(world, [&] {
     if (folder) folder->commit();

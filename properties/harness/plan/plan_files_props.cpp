@@ -110,7 +110,7 @@ TEST(PlanConfig, a_model_that_the_library_has_not_is_a_clear_error) {
   };
   const std::string sizes =
       R"("num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 100)";
-  refuse(R"({"model_type": "bert"})", {"config.json", "'bert'", "gpt2, llama, mistral, qwen2, qwen3"});
+  refuse(R"({"model_type": "bert"})", {"config.json", "'bert'", "gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe"});
   refuse("{}", {"model_type is ''"});
   refuse("[1", {"config.json", "json"});
   refuse("[1]", {"is no config.json"});

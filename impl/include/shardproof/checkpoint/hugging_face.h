@@ -17,7 +17,7 @@
 namespace shardproof::checkpoint {
 
 struct HuggingFaceModel {
-  std::string family;  // gpt2, llama, mistral, qwen2 or qwen3
+  std::string family;  // gpt2, llama, mistral, mixtral, qwen2, qwen3 or qwen3_moe
   std::variant<GptOptions, LlamaOptions> options;
   int64_t positions = 0;  // max_position_embeddings: the longest sequence that it was made for
   // The text of the config.json that it was read from, which says more than the fields above: the tokens that begin and end a
@@ -28,9 +28,10 @@ struct HuggingFaceModel {
 };
 
 // Reads a config.json, or that of a folder. What is absent has the value that the package takes. Dropout is not read: set it in
-// the options. Where the model attends within a sliding window, `longest` is that window, since shorter sequences do not notice
-// it. Throws Error, which names the file and what it asks for, when the library's models cannot compute it: another family,
-// biases where they have none, scaled rotary positions, other activations, or an entry that is not known and not off.
+// the options. Nor are losses that balance experts (router_aux_loss_coef), which the library has not. Where the model attends
+// within a sliding window, `longest` is that window, since shorter sequences do not notice it. Throws Error, which names the
+// file and what it asks for, when the library's models cannot compute it: another family, biases where they have none, scaled
+// rotary positions, other activations, or an entry that is not known and not off.
 HuggingFaceModel read_hugging_face_config(const std::string& path, FileSystem& files = system_files());
 // The same of its text. `path` is for messages.
 HuggingFaceModel parse_hugging_face_config(const std::string& text, const std::string& path);

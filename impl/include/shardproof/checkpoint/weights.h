@@ -59,8 +59,8 @@ struct SaveWeightsOptions {
 };
 
 // Saves the main parameters, each tied one once, and no buffers, as a folder with model.safetensors. Afterwards it is there,
-// whole and durable; when the save fails it is not there at all. Each rank holds one whole tensor of the file at a time, and
-// rank 0 writes.
+// whole and durable; when the save fails it is not there at all. Each rank holds one whole parameter at a time, or the experts
+// of a layer, and rank 0 writes.
 void save_weights(const std::string& folder, Sharded& sharded, const SaveWeightsOptions& options = {});
 
 }  // namespace shardproof::checkpoint

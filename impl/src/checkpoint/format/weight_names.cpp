@@ -11,6 +11,8 @@ namespace {
 
 constexpr const char* kGptBase = "transformer.";  // of GPT-2's model below its head
 constexpr const char* kLlamaBase = "model.";
+// A layer's MLP with experts, in the package's model and in Mixtral's files, which are older.
+constexpr const char *kBlock = ".mlp.", *kMixtralBlock = ".block_sparse_moe.";
 
 struct Fusion {
   std::string fused;
@@ -40,13 +42,23 @@ struct SplitName {
   std::string with(const std::string& other_module) const { return before + other_module + leaf; }
 };
 
+std::string replaced(const std::string& name, const std::string& part, const std::string& other) {
+  const size_t at = name.find(part);
+  return at == std::string::npos ? name : name.substr(0, at) + other + name.substr(at + part.size());
+}
+
 // The names that a file of the family may have for the parameter; a file that is written has the first.
 std::vector<std::string> names_in_file(const std::string& family, const std::string& parameter) {
   const bool of_head = parameter.starts_with("lm_head.");
   if (family == "gpt2" && !of_head) return {kGptBase + parameter, parameter};
+  std::vector<std::string> names = {parameter};
   if (!family.empty() && !of_head && parameter.starts_with(kLlamaBase))
-    return {parameter, parameter.substr(std::string(kLlamaBase).size())};
-  return {parameter};
+    names.push_back(parameter.substr(std::string(kLlamaBase).size()));
+  if (family != "mixtral") return names;
+  std::vector<std::string> all;
+  for (const std::string& name : names) all.push_back(replaced(name, kBlock, kMixtralBlock));
+  all.insert(all.end(), names.begin(), names.end());
+  return all;
 }
 
 std::optional<std::string> name_in_file(const std::string& family, const std::string& parameter, const WeightShapes& stored) {
@@ -60,7 +72,8 @@ std::string parameter_of(const std::string& family, const std::string& stored) {
   const std::string base = family == "gpt2" ? kGptBase : kLlamaBase;
   const bool has_base = stored.starts_with(base);
   if (family == "gpt2") return has_base ? stored.substr(base.size()) : stored;
-  return has_base || stored.starts_with("lm_head.") ? stored : base + stored;
+  const std::string name = has_base || stored.starts_with("lm_head.") ? stored : base + stored;
+  return family == "mixtral" ? replaced(name, kMixtralBlock, kBlock) : name;
 }
 
 // A Conv1D of the package.
@@ -110,6 +123,60 @@ std::optional<WeightRecipe> whole_of_parts(const std::string& family, const std:
   return recipe;
 }
 
+// What the family's files call the matrices whose rows follow each other in an expert's matrix; none: the parameter is no stack
+// of experts.
+std::vector<std::string> projections_of_expert(const std::string& family, const std::string& parameter, const Shape& shape) {
+  using Names = std::vector<std::string>;
+  if (shape.size() != 3) return {};
+  if (parameter.ends_with("experts.gate_up_proj"))
+    return family == "mixtral" ? Names{"w1", "w3"} : Names{"gate_proj", "up_proj"};
+  if (parameter.ends_with("experts.down_proj")) return family == "mixtral" ? Names{"w2"} : Names{"down_proj"};
+  return {};
+}
+
+std::string name_of_expert(const std::string& parameter, int64_t expert, const std::string& projection) {
+  return fmt::format("{}.{}.{}.weight", parameter.substr(0, parameter.rfind('.')), expert, projection);
+}
+
+// A stack of experts whose matrices are tensors of their own in the file.
+std::optional<WeightRecipe> stack_of_experts(const std::string& family, const std::string& parameter,
+                                             const WeightShapes& parameters, const WeightShapes& stored) {
+  const auto shape = parameters.find(parameter);
+  if (shape == parameters.end()) return std::nullopt;
+  const auto projections = projections_of_expert(family, parameter, shape->second);
+  if (projections.empty()) return std::nullopt;
+  WeightRecipe recipe{.parts = {}, .turned = false, .matrices = shape->second[0]};
+  std::vector<std::string> missing;
+  for (int64_t expert = 0; expert < recipe.matrices; ++expert)
+    for (const std::string& projection : projections) {
+      const std::string name = name_of_expert(parameter, expert, projection);
+      if (const auto found = name_in_file(family, name, stored))
+        recipe.parts.push_back({*found});
+      else
+        missing.push_back(names_in_file(family, name)[0]);
+    }
+  if (recipe.parts.empty()) return std::nullopt;
+  SHARD_REQUIRE(missing.empty(), "checkpoint", "the file has some of the {} experts of {}, and lacks {}{}", recipe.matrices,
+                parameter, missing[0], missing.size() > 1 ? fmt::format(" and {} more", missing.size() - 1) : "");
+  return recipe;
+}
+
+// The matrices of a stack of experts, each a tensor of its own; whether it is one.
+bool unstack(const std::string& family, const std::string& parameter, const Shape& shape,
+             std::map<std::string, WeightRecipe>& recipes) {
+  const auto projections = projections_of_expert(family, parameter, shape);
+  if (projections.empty()) return false;
+  const auto count = static_cast<int64_t>(projections.size());
+  SHARD_REQUIRE(shape[1] % count == 0, "checkpoint", "{} of shape [{}] should have as many rows of {}", parameter,
+                fmt::join(shape, ", "), fmt::join(projections, " as of "));
+  const int64_t rows = shape[1] / count;
+  for (int64_t expert = 0; expert < shape[0]; ++expert)
+    for (int64_t i = 0; i < count; ++i)
+      recipes[names_in_file(family, name_of_expert(parameter, expert, projections[static_cast<size_t>(i)]))[0]] = {
+          {{parameter, Interval{i * rows, (i + 1) * rows}, expert}}};
+  return true;
+}
+
 // A fused parameter in equal parts.
 void separate(const std::string& family, const std::string& parameter, const Fusion& fusion, const Shape& shape,
               std::map<std::string, WeightRecipe>& recipes) {
@@ -140,8 +207,14 @@ bool fuse(const std::string& family, const std::string& parameter, const Fusion&
 
 }  // namespace
 
+Shape WeightPart::shape(Shape of_tensor) const {
+  if (matrix) of_tensor.erase(of_tensor.begin());
+  if (rows) of_tensor.at(0) = rows->size();
+  return of_tensor;
+}
+
 const std::vector<std::string>& weight_families() {
-  static const std::vector<std::string> families = {"gpt2", "llama", "mistral", "qwen2", "qwen3"};
+  static const std::vector<std::string> families = {"gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"};
   return families;
 }
 
@@ -159,7 +232,7 @@ std::optional<WeightRecipe> parameter_recipe(const std::string& family, const st
     if (auto recipe = part_of_fused(family, parameter, fusion, parameters, stored)) return recipe;
     if (auto recipe = whole_of_parts(family, parameter, fusion, stored)) return recipe;
   }
-  return std::nullopt;
+  return stack_of_experts(family, parameter, parameters, stored);
 }
 
 std::map<std::string, WeightRecipe> file_recipes(const std::string& family, const WeightShapes& parameters,
@@ -167,7 +240,7 @@ std::map<std::string, WeightRecipe> file_recipes(const std::string& family, cons
   if (!family.empty()) require_family(family);
   std::map<std::string, WeightRecipe> recipes;
   for (const auto& [parameter, shape] : parameters) {
-    bool done = false;
+    bool done = !family.empty() && projections != Projections::fused && unstack(family, parameter, shape, recipes);
     for (const Fusion& fusion : fusions()) {
       if (projections == Projections::separate && SplitName(parameter).module == fusion.fused) {
         separate(family, parameter, fusion, shape, recipes);
@@ -191,6 +264,10 @@ std::map<std::string, WeightRecipe> renamed_parameters(const std::string& family
   std::map<std::string, WeightRecipe> recipes;
   for (const auto& [name, shape] : stored) {
     if (is_no_weight(family, name)) continue;
+    const std::string experts = ".experts.";
+    const size_t at = name.find(experts);
+    SHARD_REQUIRE(at == name.npos || name.find_first_of("0123456789", at) != at + experts.size(), "checkpoint",
+                  "{} is a part of an expert, and the config.json beside it, which tells how many there are, is missing", name);
     const std::string parameter = parameter_of(family, name);
     SHARD_REQUIRE(!recipes.contains(parameter), "checkpoint", "two tensors would be called {}", parameter);
     recipes[parameter] = {{{name}}, is_turned(family, parameter)};

@@ -1,0 +1,135 @@
+// Weights of experts, which are stacks in the model and one by one in the files of their families.
+#include <gtest/gtest.h>
+
+#include "properties/kit/expect_error.h"
+#include "properties/kit/family_files.h"
+#include "shardproof/checkpoint/hugging_face.h"
+#include "shardproof/shardproof.h"
+
+namespace shardproof::checkpoint {
+namespace {
+
+using namespace family_files;
+
+const std::string kOfMixtral = "model.layers.0.block_sparse_moe.experts.", kOfQwen = "model.layers.0.mlp.experts.";
+
+HuggingFaceModel small_model(const std::string& family) {
+  LlamaOptions options{.layers = 1, .hidden = 8, .heads = 2, .kv_heads = 1, .vocab = 5, .qk_norm = family == "qwen3_moe"};
+  options.router = {.experts = 11, .experts_per_token = 2};
+  options.expert_intermediate = 3;
+  return {family, options, 16};
+}
+
+const Setup kShared{.dp = 2, .strategy = "zero3", .sharing = 2};
+
+}  // namespace
+
+// As hub files have them, whose numbers have another order as texts; as the package's models have them in memory; and of a base
+// model, whose names lack "model.".
+TEST(ExpertWeights, come_one_by_one_and_in_stacks) {
+  for (const std::string family : {"mixtral", "qwen3_moe"}) {
+    const HuggingFaceModel model = small_model(family);
+    const Values values = values_of(model, 7), hub = by_definition(model, values);
+    EXPECT_TRUE(hub.contains(family == "mixtral" ? kOfMixtral + "10.w3.weight" : kOfQwen + "10.up_proj.weight"));
+    Values base;
+    for (const auto& [name, value] : hub) base[name.starts_with("model.") ? name.substr(6) : name] = value;
+    const Scratch scratch;
+    write_torch(scratch / "hub.pt", hub);
+    write_torch(scratch / "memory.pt", values);
+    write_torch(scratch / "base.pt", base);
+    for (const char* file : {"hub.pt", "memory.pt", "base.pt"})
+      EXPECT_EQ(differences(model, kShared, scratch / file, {.family = family}, values), "") << family << " " << file;
+    save_from(model, kShared, 7, scratch / "fused", {.family = family, .projections = Projections::fused});
+    EXPECT_EQ(differences(model, {}, scratch / "fused", {.family = family}, values), "") << family;
+    EXPECT_EQ(read_all(scratch / "fused").count("model.layers.0.self_attn.qkv_proj.weight"), 1) << family;
+    EXPECT_EQ(read_all(scratch / "fused").size(), values.size() - 2) << family;
+  }
+}
+
+// A module of the package has the names of qwen3_moe without a family.
+TEST(ExpertWeights, need_no_family_where_files_have_the_names_of_the_model) {
+  const HuggingFaceModel model = small_model("qwen3_moe");
+  const Values values = values_of(model, 7);
+  const Scratch scratch;
+  write_torch(scratch / "hub.pt", by_definition(model, values));
+  EXPECT_EQ(differences(model, kShared, scratch / "hub.pt", {}, values), "");
+  save_from(model, kShared, 7, scratch / "own", {});
+  const Values own = read_all(scratch / "own");
+  EXPECT_EQ(own.size(), values.size());
+  for (const auto& [name, value] : own) EXPECT_TRUE(kit::same_bits(value, values.at(name))) << name;
+}
+
+TEST(ExpertWeights, that_are_missing_too_many_or_of_another_size_are_named_on_every_rank) {
+  const HuggingFaceModel model = small_model("mixtral");
+  const Values hub = by_definition(model, values_of(model, 7));
+  const Scratch scratch;
+  int64_t number = 0;
+  const auto refused = [&](void (*change)(Values&), std::initializer_list<std::string> parts) {
+    Values stored = hub;
+    change(stored);
+    const std::string path = scratch / fmt::format("changed{}.pt", ++number);
+    write_torch(path, stored);
+    on_mesh(model, kShared, 5, [&](Sharded& sharded, int64_t) {
+      const auto before = sharded.gather_main_parameters();
+      expect_error([&] { load_weights(path, sharded, {.family = "mixtral"}); }, parts);
+      for (const auto& [name, value] : sharded.gather_main_parameters())
+        EXPECT_TRUE(kit::same_bits(value, before.at(name))) << name;
+    });
+  };
+  refused([](Values& stored) { stored.erase(kOfMixtral + "9.w3.weight"); },
+          {"some of the 11 experts of model.layers.0.mlp.experts.gate_up_proj", "lacks " + kOfMixtral + "9.w3.weight"});
+  refused(
+      [](Values& stored) {
+        for (const char* matrix : {"w1", "w2", "w3"}) stored.erase(fmt::format("{}0.{}.weight", kOfMixtral, matrix));
+      },
+      {"0.w", "lacks " + kOfMixtral + "0."});
+  refused([](Values& stored) { stored[kOfMixtral + "11.w1.weight"] = stored.at(kOfMixtral + "1.w1.weight"); },
+          {"nothing was loaded", "the model has no place for " + kOfMixtral + "11.w1.weight"});
+  // As many rows as there should be in all, and not in each.
+  refused(
+      [](Values& stored) {
+        stored[kOfMixtral + "3.w1.weight"] = at::zeros({2, 8});
+        stored[kOfMixtral + "3.w3.weight"] = at::zeros({4, 8});
+      },
+      {"gate_up_proj has the shape [11, 6, 8]", kOfMixtral + "3.w1.weight [2, 8], " + kOfMixtral + "3.w3.weight [4, 8]"});
+  refused(
+      [](Values& stored) {
+        stored[kOfMixtral + "10.w2.weight"] = at::zeros({8, 4});
+      },
+      {"down_proj has the shape [11, 8, 3]", "the file has " + kOfMixtral + "10.w2.weight [8, 4]"});
+  refused([](Values& stored) { stored.erase("model.layers.0.block_sparse_moe.gate.weight"); },
+          {"the file lacks model.layers.0.mlp.gate.weight"});
+}
+
+TEST(ExpertWeights, of_a_file_without_a_config_are_refused) {
+  expect_error(
+      [] {
+        renamed_parameters("mixtral", {{kOfMixtral + "0.w1.weight", {3, 8}}});
+      },
+      {kOfMixtral + "0.w1.weight is a part of an expert", "config.json"});
+  const auto recipes = renamed_parameters(
+      "mixtral", {{"model.layers.0.block_sparse_moe.gate.weight", {11, 8}}, {kOfQwen + "down_proj", {11, 8, 3}}});
+  EXPECT_TRUE(recipes.contains("model.layers.0.mlp.gate.weight") && recipes.contains(kOfQwen + "down_proj"));
+}
+
+TEST(ExpertWeights, that_no_family_computes_have_no_config) {
+  const auto refused = [](const std::string& family, void (*change)(LlamaOptions&), std::initializer_list<std::string> parts) {
+    HuggingFaceModel model = small_model(family == "qwen3_moe" ? family : "mixtral");
+    model.family = family;
+    change(std::get<LlamaOptions>(model.options));
+    expect_error([&] { hugging_face_config(model); }, parts);
+  };
+  using O = LlamaOptions;
+  refused("llama", [](O&) {}, {"a llama has no such model", "experts", "got 11"});
+  refused("mixtral", [](O& o) { o.router.experts = 0; }, {"a mixtral has no such model", "got 0"});
+  refused("mixtral", [](O& o) { o.router.normalized = false; }, {"have the sum 1"});
+  refused("mixtral", [](O& o) { o.dense_layers = 1; }, {"every layer has experts"});
+  for (const char* family : {"mixtral", "qwen3_moe"}) {
+    refused(family, [](O& o) { o.router.score = RouterScore::sigmoid; }, {"chosen by softmax"});
+    refused(family, [](O& o) { o.router.scale = 2; }, {"not scaled"});
+    refused(family, [](O& o) { o.router.experts = 12, o.router.groups = 2; }, {"out of all"});
+    refused(family, [](O& o) { o.shared_intermediate = 4; }, {"none is shared"});
+  }
+}
+
+}  // namespace shardproof::checkpoint
