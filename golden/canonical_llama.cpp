@@ -2,8 +2,10 @@
 
 #include <cmath>
 
+#include "golden/canonical_experts.h"
 #include "golden/canonical_models.h"
 #include "golden/canonical_store.h"
+#include "golden/experts.h"
 #include "golden/rope.h"
 
 namespace golden {
@@ -29,13 +31,6 @@ Matrix turned(const Matrix& x, const Llama& llama, int64_t length, bool back) {
   return y;
 }
 
-// Element by element, not rounded.
-Matrix product(const Matrix& a, const Matrix& b) {
-  Matrix result = a;
-  for (size_t i = 0; i < result.values.size(); ++i) result.values[i] *= b.values[i];
-  return result;
-}
-
 // The same values, in rows of `columns`.
 Matrix in_rows_of(Matrix x, int64_t columns) {
   x.rows = x.rows * x.columns / columns;
@@ -46,7 +41,13 @@ Matrix in_rows_of(Matrix x, int64_t columns) {
 class Layer {
  public:
   Layer(const Llama& llama, Store& store, int64_t index)
-      : llama_(llama), store_(store), name_(fmt::format("model.layers.{}.", index)), width_(llama.head()) {}
+      : llama_(llama),
+        store_(store),
+        name_(fmt::format("model.layers.{}.", index)),
+        width_(llama.head()),
+        has_experts_(has_experts(llama, index)),
+        mlp_(store, name_ + "mlp."),
+        mixture_(llama, store, name_ + "mlp.") {}
 
   Matrix forward(const Matrix& x, const Tokens& tokens, Dropout& dropout) {
     x_ = x;
@@ -60,18 +61,12 @@ class Layer {
                                          dropout.mask(tokens.samples * llama_.heads * length_ * length_)});
     mixed_ = attention_.forward();
     middle_ = x + attention_linear("o_proj", mixed_);
-    normed_again_ = store_.rms_norm(name_ + "post_attention_layernorm", middle_);
-    gate_ = store_.linear(name_ + "mlp.gate_proj", normed_again_);
-    up_ = store_.linear(name_ + "mlp.up_proj", normed_again_);
-    return middle_ + store_.linear(name_ + "mlp.down_proj", product(curve(gate_, Curve::silu), up_));
+    const Matrix normed = store_.rms_norm(name_ + "post_attention_layernorm", middle_);
+    return middle_ + (has_experts_ ? mixture_.forward(normed) : mlp_.forward(normed));
   }
 
   Matrix backward(const Matrix& dy) {
-    const Matrix gated = curve(gate_, Curve::silu);
-    const Matrix d_product = store_.linear_backward(name_ + "mlp.down_proj", product(gated, up_), dy);
-    const Matrix d_gate = curve_backward(gate_, product(d_product, up_), Curve::silu);
-    const Matrix d_normed = store_.linear_backward(name_ + "mlp.gate_proj", normed_again_, d_gate) +
-                            store_.linear_backward(name_ + "mlp.up_proj", normed_again_, product(d_product, gated));
+    const Matrix d_normed = has_experts_ ? mixture_.backward(dy) : mlp_.backward(dy);
     const Matrix d_middle = dy + store_.rms_norm_backward(name_ + "post_attention_layernorm", middle_, d_normed);
     const AttentionGradients g = attention_.backward(attention_backward("o_proj", mixed_, d_middle));
     const Matrix d_q = norm_of_heads_backward("q_norm", q_, turned(g.q, llama_, length_, /*back=*/true));
@@ -101,7 +96,10 @@ class Layer {
   Store& store_;
   std::string name_;
   int64_t width_, length_ = 0;
-  Matrix x_, normed_, q_, k_, mixed_, middle_, normed_again_, gate_, up_;
+  bool has_experts_;
+  GatedMlp mlp_;
+  Mixture mixture_;
+  Matrix x_, normed_, q_, k_, mixed_, middle_;
   BatchAttention attention_;
 };
 

@@ -49,6 +49,22 @@ at::Tensor of_experts(const Forward& forward, const std::string& prefix, const a
   return (outputs.view({tokens, each, hidden}) * routes.weights.unsqueeze(-1)).sum(1);
 }
 
+// Of logits [B, T, experts], float32 or float64.
+void add_losses(const Llama& llama, Forward& forward, const at::Tensor& logits, const at::Tensor& experts) {
+  const int64_t batch = logits.size(0), length = logits.size(1);
+  at::Tensor& sum = forward.auxiliary;
+  const auto add = [&sum](const at::Tensor& loss) { sum = sum.defined() ? sum + loss : loss; };
+  if (llama.expert_balance != 0) {
+    at::Tensor p = llama.score == Llama::Score::sigmoid ? at::sigmoid(logits) : at::softmax(logits, -1);
+    if (llama.score == Llama::Score::sigmoid) p = p / (p.sum(-1, /*keepdim=*/true) + 1e-20);
+    const at::Tensor counts = at::one_hot(experts.reshape({batch, length * llama.experts_per_token}), llama.experts).sum(1);
+    const double factor =
+        llama.expert_balance * static_cast<double>(llama.experts) / static_cast<double>(llama.experts_per_token * length);
+    add((p * (counts.to(logits.scalar_type()) * factor).unsqueeze(1)).sum());
+  }
+  if (llama.expert_z != 0) add(at::logsumexp(logits, {-1}).square().sum() * llama.expert_z);
+}
+
 }  // namespace
 
 at::Tensor gated_mlp(Forward& forward, const std::string& prefix, const at::Tensor& x) {
@@ -61,12 +77,13 @@ bool has_experts(const Llama& llama, int64_t layer) {
   return llama.experts > 0 && layer >= llama.dense_layers;
 }
 
-Routes routes_of(const Llama& llama, const at::Tensor& logits) {
+Routes routes_of(const Llama& llama, const at::Tensor& logits, const at::Tensor& bias) {
   using enum Llama::Score;
   const at::Tensor scores = llama.score == softmax   ? at::softmax(logits, -1)
                             : llama.score == sigmoid ? at::sigmoid(logits)
                                                      : logits;
-  const at::Tensor order = places_by_score(within_groups(llama, scores.detach()));
+  const at::Tensor judged = bias.defined() ? scores.detach() + bias : scores.detach();
+  const at::Tensor order = places_by_score(within_groups(llama, judged));
   const at::Tensor experts = order.narrow(1, 0, llama.experts_per_token);
   at::Tensor weights = scores.gather(1, experts);
   if (llama.score == chosen_softmax) {
@@ -81,8 +98,15 @@ Routes routes_of(const Llama& llama, const at::Tensor& logits) {
 at::Tensor mixture(const Llama& llama, Forward& forward, const std::string& prefix, const at::Tensor& x) {
   // Gradients are sums of two at a time: first of the router and the experts, then of these and the shared MLP.
   const at::Tensor routed = llama.shared_width > 0 ? x.view_as(x) : x;
-  const at::Tensor logits = forward.linear(routed, prefix + "gate").reshape({-1, llama.experts});
-  Routes routes = routes_of(llama, logits.scalar_type() == at::kDouble ? logits : logits.to(at::kFloat));
+  const auto wide = [](const at::Tensor& x) { return x.scalar_type() == at::kDouble ? x : x.to(at::kFloat); };
+  const std::string bias = prefix + "gate.e_score_correction_bias";
+  const bool has_losses = forward.training && (llama.expert_balance != 0 || llama.expert_z != 0);
+  const at::Tensor logits = forward.linear(routed, prefix + "gate"), judged = has_losses ? logits.view_as(logits) : logits;
+  Routes routes = routes_of(llama, wide(judged.reshape({-1, llama.experts})),
+                            llama.expert_bias != 0 ? forward.parameters.at(bias) : at::Tensor());
+  if (has_losses) add_losses(llama, forward, wide(logits.view_as(logits)), routes.experts);
+  if (llama.expert_bias != 0)
+    forward.counts[bias] = at::one_hot(routes.experts.reshape({-1}), llama.experts).sum(0).to(at::kDouble);
   routes.weights = routes.weights.to(x.scalar_type());
   const at::Tensor y = of_experts(forward, prefix + "experts.", routed.reshape({-1, x.size(-1)}), routes).view(x.sizes());
   return llama.shared_width > 0 ? y + gated_mlp(forward, prefix + "shared_experts.", x) : y;

@@ -17,8 +17,8 @@ struct Routes {
   at::Tensor experts;
   at::Tensor weights;
 };
-// `logits` [N, experts], float32 or float64.
-Routes routes_of(const Llama& llama, const at::Tensor& logits);
+// `logits` [N, experts], float32 or float64; `bias` [experts], or undefined.
+Routes routes_of(const Llama& llama, const at::Tensor& logits, const at::Tensor& bias = {});
 
 // Of the parameters below the prefix: x [B, T, hidden] -> [B, T, hidden].
 at::Tensor mixture(const Llama& llama, Forward& forward, const std::string& prefix, const at::Tensor& x);

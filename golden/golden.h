@@ -65,6 +65,15 @@ struct Gpt {
 //   falling (equal ones: the first). Weights w_j are their scores; with `normalized` divided by their sum (sigmoid: the sum +
 //   1e-20); of chosen_softmax they are softmax(chosen logits); all times expert_scale; rounded to x's dtype.
 //   y = sum over j, in this order, of w_j * down_e(silu(gate_e(x)) * up_e(x)); plus the shared gated MLP of x, if there is one.
+// What keeps experts busy, where these are not 0. Losses are sums over tokens, in the logits' width, and belong to a training
+// loss before its weight, layer by layer, balance first:
+//   expert_balance: for each sequence of T tokens the sum over its tokens and the experts e of p_e * (c_e * (expert_balance *
+//     experts / (experts_per_token * T))). c_e, a constant, is how many of its tokens chose e, and p is softmax(logits), or
+//     sigmoid(logits) / (their sum + 1e-20);
+//   expert_z: expert_z * sum over tokens of log(sum over e of exp(logits_e))^2;
+//   expert_bias: scores get a bias before experts and groups are chosen, and weights do not. It is the buffer
+//     "mlp.gate.e_score_correction_bias" [experts], which begins as zero. After each step that is not skipped it goes up by
+//     expert_bias where the step's training forwards chose the expert less often than the mean, and down where more often.
 // An expert's rows are multiplied together, in the order of tokens. Parameters of such a layer, in place of the MLP's three:
 // "mlp.gate.weight" [experts, hidden], "mlp.experts.gate_up_proj" [experts, 2 * expert_width, hidden] (first the gate's rows),
 // "mlp.experts.down_proj" [experts, hidden, expert_width], and "mlp.shared_experts.{gate,up,down}_proj.weight".
@@ -95,6 +104,7 @@ struct Llama {
   bool normalized = true;
   double expert_scale = 1;
   int64_t expert_groups = 1, groups_per_token = 1;
+  double expert_balance = 0, expert_z = 0, expert_bias = 0;
 
   int64_t head() const { return head_size > 0 ? head_size : hidden / heads; }
 };

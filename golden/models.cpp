@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "golden/attention.h"
+#include "golden/experts.h"
 #include "golden/validate.h"
 
 namespace golden {
@@ -233,17 +234,16 @@ at::Tensor odd_forward(const Odd& odd, const Parameters& parameters, const at::T
 
 namespace {
 
-at::Tensor output_of(const Model& model, const Parameters& parameters, const Microbatch& microbatch, bool training) {
-  Forward forward{parameters, model.adapters, {microbatch.dropout_seed, model.dropout()}};
+at::Tensor output_of(const Model& model, Forward& forward, const Microbatch& microbatch) {
   switch (model.kind) {
     case Model::Kind::mlp:
       return mlp_forward(model.mlp, forward, microbatch.input);
     case Model::Kind::gpt:
       return gpt_forward(model.gpt, forward, microbatch.input);
     case Model::Kind::conv:
-      return conv_forward(model.conv, parameters, microbatch.input, training);
+      return conv_forward(model.conv, forward.parameters, microbatch.input, forward.training);
     case Model::Kind::odd:
-      return odd_forward(model.odd, parameters, microbatch.input, microbatch.branch);
+      return odd_forward(model.odd, forward.parameters, microbatch.input, microbatch.branch);
     case Model::Kind::llama:
       return llama_forward(model.llama, forward, microbatch.input);
   }
@@ -254,6 +254,10 @@ at::Tensor output_of(const Model& model, const Parameters& parameters, const Mic
 
 Named initial_buffers(const Model& model, at::ScalarType dtype) {
   Named buffers;
+  for (int64_t i = 0; model.kind == Model::Kind::llama && model.llama.expert_bias != 0 && i < model.llama.layers; ++i)
+    if (has_experts(model.llama, i))
+      buffers.emplace_back(fmt::format("model.layers.{}.mlp.gate.e_score_correction_bias", i),
+                           at::zeros({model.llama.experts}, dtype));
   if (model.kind != Model::Kind::conv || !model.conv.norm || !model.conv.batch) return buffers;
   for (size_t i = 0; i + 1 < model.conv.channels.size(); ++i) {
     const int64_t channels = model.conv.channels[i + 1];
@@ -263,13 +267,17 @@ Named initial_buffers(const Model& model, at::ScalarType dtype) {
   return buffers;
 }
 
-at::Tensor loss(const Model& model, const Parameters& parameters, const Microbatch& microbatch, bool training) {
-  at::Tensor output = output_of(model, parameters, microbatch, training);
+at::Tensor loss(const Model& model, const Parameters& parameters, const Microbatch& microbatch, bool training, Counts* counts) {
+  Forward forward{parameters, model.adapters, {microbatch.dropout_seed, model.dropout()}, training};
+  at::Tensor output = output_of(model, forward, microbatch);
   if (output.scalar_type() != at::kDouble) output = output.to(at::kFloat);
-  if (model.of_tokens())
-    return at::cross_entropy_loss(output.reshape({-1, model.vocab()}), microbatch.target.reshape({-1}), {},
-                                  at::Reduction::Sum) *
-           microbatch.weight;
+  for (const auto& [name, own] : forward.counts)
+    if (counts) (*counts)[name] = counts->contains(name) ? counts->at(name) + own : own;
+  if (model.of_tokens()) {
+    const at::Tensor sum =
+        at::cross_entropy_loss(output.reshape({-1, model.vocab()}), microbatch.target.reshape({-1}), {}, at::Reduction::Sum);
+    return (forward.auxiliary.defined() ? sum + forward.auxiliary : sum) * microbatch.weight;
+  }
   const at::Tensor error = output - microbatch.target;
   return (error * error).sum() * microbatch.weight;
 }

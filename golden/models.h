@@ -19,11 +19,17 @@ using Parameters = std::map<std::string, at::Tensor>;
 using Shapes = std::vector<std::pair<std::string, std::vector<int64_t>>>;
 Shapes llama_shapes(const Llama& llama);
 
+// How often each expert of a layer was chosen, by the name of its bias: float64 [experts].
+using Counts = std::map<std::string, at::Tensor>;
+
 // What one forward consists of.
 struct Forward {
   const Parameters& parameters;
   const Adapters& adapters;
   Dropout dropout;
+  bool training = true;
+  at::Tensor auxiliary = {};  // the sum of the layers' own losses; undefined where there are none
+  Counts counts = {};
 
   // The linear layer of that name, with a bias and with an adapter where there are such parameters.
   at::Tensor linear(const at::Tensor& x, const std::string& name);
@@ -47,7 +53,8 @@ at::Tensor odd_forward(const Odd& odd, const Parameters& parameters, const at::T
 Named initial_buffers(const Model& model, at::ScalarType dtype);
 
 // weight * the model's loss, 0-dim, float32 or float64: forward, sum, then one multiplication. `parameters` has a rank's own
-// buffers, too.
-at::Tensor loss(const Model& model, const Parameters& parameters, const Microbatch& microbatch, bool training = true);
+// buffers, too. Adds what the forward chose to `counts`.
+at::Tensor loss(const Model& model, const Parameters& parameters, const Microbatch& microbatch, bool training = true,
+                Counts* counts = nullptr);
 
 }  // namespace golden

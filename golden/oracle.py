@@ -232,8 +232,14 @@ def highest(scores, count):
 
 
 class Mixture(nn.Module):
-    def __init__(self, hidden, count, per_token, width, shared, score, normalized, scale, groups, groups_per_token):
+    def __init__(
+        self, hidden, count, per_token, width, shared, score, normalized, scale, groups, groups_per_token, balance, z, bias
+    ):
         super().__init__()
+        self.balance, self.z, self.rate = balance, z, bias
+        # What keeps experts busy: their bias, how often each was chosen in this step, and the last forward's own losses.
+        self.bias = self.counts = torch.zeros(count, dtype=torch.float64)
+        self.losses = 0
         self.per_token, self.score, self.normalized, self.scale = per_token, score, normalized, scale
         self.groups, self.groups_per_token = groups, groups_per_token
         self.gate = nn.Linear(hidden, count, bias=False, **MADE)
@@ -241,6 +247,7 @@ class Mixture(nn.Module):
         self.shared_experts = GatedMlp(hidden, shared) if shared > 0 else None
 
     def chosen(self, scores):
+        scores = scores + self.bias
         grouped = scores.unflatten(-1, (self.groups, -1))
         strength = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
         takes_part = highest(strength, self.groups_per_token)[..., None].expand_as(grouped).flatten(-2)
@@ -255,8 +262,23 @@ class Mixture(nn.Module):
         nothing = 1e-20 if self.score == "sigmoid" else 0
         return kept / (kept.sum(-1, keepdim=True) + nothing) if self.normalized else kept
 
+    def keep_busy(self, logits):
+        """What the forward of these logits [B, T, experts] costs, and counts."""
+        scores = logits.sigmoid() if self.score == "sigmoid" else logits.softmax(-1)
+        chosen = self.chosen(logits if self.score == "chosen_softmax" else scores).to(torch.float64)
+        share = chosen.mean(dim=1, keepdim=True) * chosen.shape[-1] / self.per_token
+        self.losses = self.balance * (share * scores / (scores.sum(-1, keepdim=True) + 1e-20)).sum()
+        self.losses = self.losses + self.z * (logits.logsumexp(-1) ** 2).sum()
+        self.counts = self.counts + chosen.sum((0, 1))
+
+    def move_bias(self):
+        self.bias = self.bias + self.rate * torch.sign(self.counts.mean() - self.counts)
+
     def forward(self, x):
-        y = torch.einsum("...e,...eh->...h", self.scale * self.weights(self.gate(x)), self.experts(x))
+        logits = self.gate(x)
+        if self.balance or self.z or self.rate:
+            self.keep_busy(logits)
+        y = torch.einsum("...e,...eh->...h", self.scale * self.weights(logits), self.experts(x))
         return y if self.shared_experts is None else y + self.shared_experts(x)
 
 
@@ -388,12 +410,17 @@ def loss_of(output, target):
     return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
 
 
+def mixtures(model):
+    return [module for module in model.modules() if isinstance(module, Mixture)]
+
+
 def backward(model, microbatches):
     losses = []
     for ranks in microbatches:
         losses.append([])
         for given, target, weight, branch in ranks:
-            loss = weight * loss_of(model(*inputs_of(model, given, branch)), tensor(target))
+            loss = loss_of(model(*inputs_of(model, given, branch)), tensor(target))
+            loss = weight * (loss + sum(mixture.losses for mixture in mixtures(model)))
             if loss.requires_grad:
                 loss.backward()
             losses[-1].append(loss.item())
@@ -418,6 +445,8 @@ def train_step(model, optimizer, options, microbatches, divide, clip_norm, norm_
         parameter.grad = None
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * lr_factor
+    for mixture in mixtures(model):
+        mixture.counts = torch.zeros_like(mixture.counts)
     losses = backward(model, microbatches)
     trained = [(name, p) for name, p in named if p.requires_grad]
     for _, parameter in trained:
@@ -430,6 +459,8 @@ def train_step(model, optimizer, options, microbatches, divide, clip_norm, norm_
     norm = nn.utils.clip_grad_norm_(counted, norm_max, norm_type=norm_order, foreach=False)
     gradients = [(name, exported(p.grad)) for name, p in trained]
     optimizer.step()
+    for mixture in mixtures(model):
+        mixture.move_bias()
     # What never trains beside adapters has no state.
     adapted = any(isinstance(module, Adapted) for module in model.modules())
     with_state = [(name, p) for name, p in named if not adapted or "lora_" in name]

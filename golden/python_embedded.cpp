@@ -140,6 +140,9 @@ py::object experts_to_python(const Llama& llama) {
   options["scale"] = llama.expert_scale;
   options["groups"] = llama.expert_groups;
   options["groups_per_token"] = llama.groups_per_token;
+  options["balance"] = llama.expert_balance;
+  options["z"] = llama.expert_z;
+  options["bias"] = llama.expert_bias;
   return options;
 }
 

@@ -78,6 +78,7 @@ struct Trainer::Collected {
   const Step& step;
   std::vector<std::vector<double>>& losses;
   double loss_scale;
+  Counts counts = {};
 };
 
 Trainer::Trainer(Model model, Optimizer optimizer, const Named& parameters, SumOrder order, Precision precision,
@@ -117,7 +118,7 @@ Tensors Trainer::gradients(Collected& collected, size_t round, size_t rank) cons
   for (const auto& [name, value] : parameters_)
     if (!is_frozen(collected.step, name)) trained.push_back(leaves.at(name).set_requires_grad(true));
   const Microbatch microbatch = prepared(collected.step.microbatches[round][rank], precision_.compute, main_, device_);
-  at::Tensor output = golden::loss(model_, leaves, microbatch);
+  at::Tensor output = golden::loss(model_, leaves, microbatch, /*training=*/true, &collected.counts);
   collected.losses[round][rank] = output.item<double>();
   if (collected.loss_scale != 0) output = output * collected.loss_scale;
 
@@ -214,6 +215,15 @@ void Trainer::adapt_scale(bool finite) {
   }
 }
 
+void Trainer::move_biases(const Counts& counts) {
+  for (Named& own : buffers_)
+    for (auto& [name, buffer] : own)
+      if (const auto it = counts.find(name); it != counts.end()) {
+        const at::Tensor missing = at::sign(it->second.sum() - it->second * static_cast<double>(it->second.numel()));
+        buffer = buffer + missing.to(buffer.options()) * model_.llama.expert_bias;
+      }
+}
+
 void Trainer::average(const Step& step) {
   for (size_t i = 0; i < averages_.size(); ++i) {
     auto& [name, value] = averages_[i];
@@ -237,6 +247,7 @@ StepTrace Trainer::step(const Step& step) {
   for (size_t rank = 0; step.evaluate && rank < first.size(); ++rank)
     trace.evaluated.push_back(evaluated(averages_.empty() ? parameters_ : averages_, first[rank], rank));
   for (size_t rank = 0; step.discard && rank < buffers_.size(); ++rank) gradients(collected, 0, rank);
+  collected.counts.clear();
   const bool integers = order_of(step).canonical && main_ == at::kFloat;
   Tensors gradients = integers ? canonical_gradients(collected) : summed_gradients(collected);
   for (at::Tensor& g : gradients) g = g.to(main_);
@@ -261,6 +272,7 @@ StepTrace Trainer::step(const Step& step) {
       if (!is_frozen(step, name)) trace.gradients.emplace_back(name, gradients[next++]);
     parameters_ = optimizer_.update(parameters_, trace.gradients, step.lr_factor);
     average(step);
+    move_biases(collected.counts);
   }
   trace.parameters = parameters_;
   trace.buffers = buffers_;

@@ -44,6 +44,8 @@ class Trainer {
   void adapt_scale(bool finite);
 
   void average(const Step& step);
+  // Of experts, by what the step's forwards chose.
+  void move_biases(const Counts& counts);
 
   const SumOrder& order_of(const Step& step) const { return step.order ? *step.order : order_; }
 

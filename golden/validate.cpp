@@ -82,6 +82,10 @@ void require_experts(const Llama& m) {
   if (m.expert_width < 1 || !std::isfinite(m.expert_scale))
     refuse(fmt::format("llama: expected expert_width >= 1 and a finite expert_scale, got {} and {}", m.expert_width,
                        m.expert_scale));
+  for (const double value : {m.expert_balance, m.expert_z, m.expert_bias})
+    if (!(std::isfinite(value) && value >= 0))
+      refuse(fmt::format("llama: expected expert_balance, expert_z and expert_bias >= 0, got {}, {} and {}", m.expert_balance,
+                         m.expert_z, m.expert_bias));
   if (groups < 1 || experts % groups != 0 || m.groups_per_token < 1 || m.groups_per_token > groups)
     refuse(
         fmt::format("llama: expected expert_groups that divide experts and 1 to expert_groups groups_per_token, got "
@@ -138,8 +142,12 @@ void require_valid(const Model& model) {
         fmt::format("adapters: expected a rank of at least 1 and an mlp, a gpt or a llama, got rank={}", model.adapters.rank));
   if (model.canonical && model.kind == Model::Kind::gpt && model.gpt.tanh_gelu)
     refuse("gpt: canonical arithmetic has the gelu of the erf form, and tanh_gelu is of the other");
-  if (model.canonical && model.kind == Model::Kind::llama && model.llama.experts > 0)
-    refuse(fmt::format("llama: canonical arithmetic has no experts yet, got experts={}", model.llama.experts));
+  const Llama& m = model.llama;
+  if (model.canonical && model.kind == Model::Kind::llama && (m.expert_balance != 0 || m.expert_z != 0 || m.expert_bias != 0))
+    refuse(
+        fmt::format("llama: canonical arithmetic has no losses and biases of routers, got expert_balance={} expert_z={} "
+                    "expert_bias={}",
+                    m.expert_balance, m.expert_z, m.expert_bias));
   switch (model.kind) {
     case Model::Kind::mlp:
       return require_widths("mlp widths", model.mlp.widths);

@@ -80,8 +80,6 @@ void validate_parallel(const Case& c) {
   SHARD_REQUIRE(c.model.kind != Kind::gpt || (all_get_some(g.heads, tp) && all_get_some(g.vocab, tp)), "case",
                 "gpt: heads={} and vocab={} must leave none of tp={} ranks without one", g.heads, g.vocab, tp);
   const golden::Llama& m = c.model.llama;
-  SHARD_REQUIRE(c.model.kind != Kind::llama || m.experts == 0 || tp == 1, "case",
-                "experts beside tp={}: experts={} are not cut along tp; leave out one of them", tp, m.experts);
   SHARD_REQUIRE(
       c.model.kind != Kind::llama || (heads_fit(m, tp) && all_get_some(m.intermediate, tp) && all_get_some(m.vocab, tp)),
       "case",
@@ -196,8 +194,10 @@ void validate_experts(const Case& c) {
   if (o.ep == 1) return;
   SHARD_REQUIRE(o.ep > 1 && c.model.kind == Kind::llama && c.model.llama.experts > 0, "case",
                 "ep={} shares the experts of a llama; write experts=4, or leave ep out", o.ep);
-  SHARD_REQUIRE(c.mode == Mode::ordered || c.mode == Mode::fast, "case",
-                "ep={} adds gradients of several ranks in float32, which the mode {} does not", o.ep, to_string(c.mode));
+  SHARD_REQUIRE(c.mode == Mode::ordered || c.mode == Mode::fast || o.arithmetic != 0, "case",
+                "ep={} adds gradients of several ranks in float32, which the mode {} does not; write arithmetic=canonical with "
+                "it, or leave out ep",
+                o.ep, to_string(c.mode));
   const int64_t ranks = expert_ranks(c);
   if (c.mode != Mode::ordered || ranks == 1) return;
   SHARD_REQUIRE(
@@ -229,8 +229,11 @@ void validate_mode(const Case& c) {
   }
   SHARD_REQUIRE(o.arithmetic == 0 || c.model.kind != Kind::gpt || !c.model.gpt.tanh_gelu, "case",
                 "arithmetic=canonical has the exact GELU; leave out tanh_gelu");
-  SHARD_REQUIRE(o.arithmetic == 0 || c.model.kind != Kind::llama || c.model.llama.experts == 0, "case",
-                "arithmetic=canonical has no experts yet; leave out experts={}", c.model.llama.experts);
+  const golden::Llama& m = c.model.llama;
+  SHARD_REQUIRE(o.arithmetic == 0 || (m.expert_balance == 0 && m.expert_z == 0 && m.expert_bias == 0), "case",
+                "arithmetic=canonical has no losses and biases of routers; leave out expert_balance={} expert_z={} "
+                "expert_bias={}",
+                m.expert_balance, m.expert_z, m.expert_bias);
   SHARD_REQUIRE(o.arithmetic == 0 || (c.mode == Mode::canonical && (c.model.kind == Kind::mlp || c.model.of_tokens())), "case",
                 "arithmetic=canonical needs the mode canonical, and an mlp, a gpt or a llama");
   if (c.mode != Mode::exact) return;
@@ -287,6 +290,10 @@ void validate_mixture(const golden::Llama& m) {
                 "llama: dense_layers={} must leave some of layers={} to experts", m.dense_layers, m.layers);
   SHARD_REQUIRE(std::isfinite(m.expert_scale) && m.expert_scale > 0, "case", "llama: expert_scale={} must be above 0",
                 m.expert_scale);
+  for (const double value : {m.expert_balance, m.expert_z, m.expert_bias})
+    SHARD_REQUIRE(std::isfinite(value) && value >= 0, "case",
+                  "llama: expert_balance={}, expert_z={} and expert_bias={} must not be below 0", m.expert_balance, m.expert_z,
+                  m.expert_bias);
   SHARD_REQUIRE(m.experts % m.expert_groups == 0 && m.groups_per_token <= m.expert_groups, "case",
                 "llama: expert_groups={} must divide experts={} and be no less than groups_per_token={}", m.expert_groups,
                 m.experts, m.groups_per_token);

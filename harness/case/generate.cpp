@@ -88,13 +88,18 @@ void generate_family(Chooser choose, golden::Model& model) {
   model.llama.rope_positions = choose.one_of<int64_t>({20, 200, 8192});
 }
 
-// Layers that are not cut along tp, as what only some families have.
+void generate_balance(Chooser& choose, golden::Llama& m) {
+  if (choose.chance(0.4)) m.expert_balance = choose.one_of<double>({0.01, 0.5});
+  if (choose.chance(0.3)) m.expert_z = choose.one_of<double>({0.001, 0.25});
+  if (choose.chance(0.4)) m.expert_bias = choose.one_of<double>({0.001, 0.5});
+}
+
 void generate_experts(Chooser choose, Case& c) {
   using enum golden::Llama::Score;
   golden::Llama& m = c.model.llama;
-  if (c.model.kind != golden::Model::Kind::llama || c.tensor_ranks() > 1 || c.options.arithmetic != 0) return;
-  if (!choose.chance(0.4)) return;
-  m.experts = choose.integer(1, 6);
+  if (c.model.kind != golden::Model::Kind::llama) return;
+  if (!choose.chance(0.35)) return;
+  m.experts = choose.integer(1, c.options.arithmetic != 0 ? 2 : 6);  // there each is a model's worth of loops
   m.expert_width = choose.integer(2, 6);
   if (choose.chance(0.4)) m.shared_width = choose.integer(1, 6);
   if (choose.chance(0.4)) m.dense_layers = choose.integer(0, m.layers - 1);
@@ -106,8 +111,10 @@ void generate_experts(Chooser choose, Case& c) {
     m.groups_per_token = choose.integer(1, m.expert_groups);
   }
   m.experts_per_token = choose.integer(1, std::min<int64_t>(3, m.experts / m.expert_groups * m.groups_per_token));
-  // A weight over itself is 1: what is left of its gradient are roundings, which no tolerance can judge.
+  if (c.options.arithmetic == 0) generate_balance(choose, m);
+  // A number over itself is 1: what is left of its gradient are roundings, which no tolerance can judge.
   if (c.mode == Mode::fast && m.experts_per_token == 1) m.normalized = false;
+  if (c.mode == Mode::fast && m.experts == 1) m.expert_balance = 0;
 }
 
 // A norm over few values, as small images have, is as hard to judge as a narrow layer norm.

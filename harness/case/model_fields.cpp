@@ -229,6 +229,9 @@ Fields llama_fields() {
       .number("expert_scale", &golden::Llama::expert_scale)
       .count("expert_groups", &golden::Llama::expert_groups, 1, with<&golden::Llama::expert_groups>)
       .count("groups_per_token", &golden::Llama::groups_per_token, 1, with<&golden::Llama::groups_per_token>)
+      .number("expert_balance", &golden::Llama::expert_balance)
+      .number("expert_z", &golden::Llama::expert_z)
+      .number("expert_bias", &golden::Llama::expert_bias)
       .fields();
 }
 

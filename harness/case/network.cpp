@@ -222,6 +222,9 @@ golden::Llama llama_of(const LlamaOptions& o, int64_t positions) {
   m.expert_scale = router.scale;
   m.expert_groups = router.groups;
   m.groups_per_token = router.groups_per_token;
+  m.expert_balance = router.balance_loss;
+  m.expert_z = router.z_loss;
+  m.expert_bias = router.bias_rate;
   return m;
 }
 
@@ -281,7 +284,10 @@ LlamaOptions llama_options(const golden::Llama& m) {
               .normalized = m.normalized,
               .scale = m.expert_scale,
               .groups = m.expert_groups,
-              .groups_per_token = m.groups_per_token};
+              .groups_per_token = m.groups_per_token,
+              .balance_loss = m.expert_balance,
+              .z_loss = m.expert_z,
+              .bias_rate = m.expert_bias};
   o.expert_intermediate = m.expert_width;
   o.shared_intermediate = m.shared_width;
   o.dense_layers = m.dense_layers;

@@ -14,6 +14,7 @@
 #include "shardproof/comm/comm.h"
 #include "shardproof/models/lora.h"
 #include "shardproof/models/models.h"
+#include "shardproof/nn/auxiliary_losses.h"
 
 namespace harness {
 
@@ -28,7 +29,10 @@ struct Network {
   // The same network, whose input, and whose output's gradient, lie in memory with the first and the last dim exchanged.
   Network strided() const;
 
-  at::Tensor loss(const golden::Microbatch& data) const { return loss_of(output(data), data) * data.weight; }
+  at::Tensor loss(const golden::Microbatch& data) const {
+    shardproof::AuxiliaryLosses auxiliary;
+    return auxiliary.add_to(loss_of(output(data), data)) * data.weight;
+  }
 };
 
 shardproof::GptOptions gpt_options(const golden::Gpt& gpt);

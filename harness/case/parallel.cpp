@@ -37,11 +37,16 @@ ParallelPlan mlp_plan(const Case& c) {
   return plan;
 }
 
+ParallelPlan plan_of_llama(const Case& c) {
+  ParallelPlan plan;
+  if (c.tensor_ranks() > 1) plan = llama_plan(llama_options(c.model.llama), c.tensor_ranks(), c.options.sequence_parallel != 0);
+  if (expert_ranks(c) > 1) plan.styles.emplace_back("model.layers.*.mlp.experts", ExpertParallel{expert_ranks(c)});
+  return plan;
+}
+
 ParallelPlan bare_plan(const Case& c) {
-  if (expert_ranks(c) > 1) return {.styles = {{"model.layers.*.mlp.experts", ExpertParallel{expert_ranks(c)}}}};
   if (c.model.kind == golden::Model::Kind::mlp) return mlp_plan(c);
-  if (c.model.kind == golden::Model::Kind::llama)
-    return llama_plan(llama_options(c.model.llama), c.tensor_ranks(), c.options.sequence_parallel != 0);
+  if (c.model.kind == golden::Model::Kind::llama) return plan_of_llama(c);
   return gpt_plan(gpt_options(c.model.gpt), c.options.sequence_parallel != 0);
 }
 

@@ -245,6 +245,7 @@ class RankRun {
       sharded_.set_gradient_sync(case_.seed % 3 != 0);
       network_.loss(microbatch(step, 0)).backward();
       sharded_.zero_gradients();
+      forget_router_counts(*network_.module);
       sharded_.set_gradient_sync(true);
     }
   }
@@ -305,9 +306,10 @@ class RankRun {
     const golden::Microbatch data = microbatch(step, round);
     if (watch_) watch_->begin();
     if (case_.options.loss == loss_tokens) sharded_.add_tokens(data.target.numel());
+    AuxiliaryLosses auxiliary;
     at::Tensor output = network_.output(data);
     if (output_scale_ != 1) output = output * output_scale_;
-    const at::Tensor sum = network_.loss_of(output, data), loss = sum * data.weight;
+    const at::Tensor sum = auxiliary.add_to(network_.loss_of(output, data)), loss = sum * data.weight;
     result.losses.push_back(value_of(sum, data.weight));
     if (!std::isfinite(result.losses.back()))
       throw NonFiniteError(
@@ -339,6 +341,9 @@ class RankRun {
       result.gradients = copies(sharded_.gradients());
       optimizer_.step();
       if (ema_) ema_->update();
+      update_router_biases(*network_.module, *comms_);
+    } else {
+      forget_router_counts(*network_.module);
     }
     const bool low_precision = case_.options.compute != fp32, canonical = case_.options.arithmetic != 0;
     result.parameters = copies(low_precision || canonical ? sharded_.main_parameters() : sharded_.parameters());

@@ -124,7 +124,8 @@ PartialLoss loss_of(TrainedModel& model, golden::Microbatch data, const TrainOpt
   const bool canonical = options.model.canonical;
   data.input = data.input.to(options.device), data.target = data.target.to(options.device);
   if (model.context) data.input = model.context->cut(data.input), data.target = model.context->cut(data.target);
-  const at::Tensor sum = model.network.loss_of(model.network.output(data), data), part = sum * data.weight;
+  AuxiliaryLosses auxiliary;
+  const at::Tensor sum = auxiliary.add_to(model.network.loss_of(model.network.output(data), data)), part = sum * data.weight;
   if (!context_group && !canonical) return {part, part.item<double>()};
   // A canonical sum is exact, and weighed once.
   at::Tensor whole = (canonical ? sum : part).detach().to(at::kDouble).reshape({1});
@@ -249,6 +250,7 @@ class RankTraining {
     measures_.count_gradients(sharded_);
     optimizer_.set_lr_factor(lr_factor(options_.schedule, step));
     optimizer_.step();
+    update_router_biases(*model_.network.module, *comms_);
     if (fingerprints_) fingerprints_->step();
     measure(step, result);
     result.compute_seconds = call_time_->now() - began - (call_time_->seconds() - in_calls);

@@ -274,7 +274,8 @@ TEST(GoldenExperts, that_make_no_sense_are_refused) {
   refused({.experts = 2, .shared_width = -1}, "shared_width");
   refused({.experts = 2, .dense_layers = -1}, "dense_layers");
   refused({.experts = 2, .expert_scale = NAN}, "expert_scale");
-  refused({.experts = 2}, "canonical arithmetic has no experts", /*canonical=*/true);
+  refused({.experts = 2, .expert_z = NAN}, "expert_z");
+  refused({.experts = 2, .expert_bias = 0.1}, "canonical arithmetic has no losses and biases of routers", /*canonical=*/true);
 }
 
 }  // namespace

@@ -63,6 +63,9 @@ RC_GTEST_PROP(GoldenPython, a_llama_with_experts_trains_as_in_pytorch, ()) {
   m.score = pick({Score::softmax, Score::chosen_softmax, Score::sigmoid});
   m.normalized = m.experts_per_token > 1 && pick({true, false});
   m.expert_scale = pick({1.0, 2.5});
+  m.expert_balance = m.experts > 1 ? pick({0.0, 0.3}) : 0;  // likewise of the only expert's probability
+  m.expert_z = pick({0.0, 0.1});
+  m.expert_bias = pick({0.0, 0.2});
   agree(random_run(model));
 }
 

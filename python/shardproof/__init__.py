@@ -48,6 +48,7 @@ _HOMES = {
         "SequenceParallel",
         "TensorParallel",
         "VocabParallel",
+        "WholeSequence",
         "parallelize",
         "vocab_parallel_cross_entropy",
     ),

@@ -39,6 +39,7 @@ from .parallel import (
     PartialGradients as PartialGradients,
     RowParallel as RowParallel,
     ScatterOutput as ScatterOutput,
+    WholeSequence as WholeSequence,
     SequenceParallel as SequenceParallel,
     TensorParallel as TensorParallel,
     VocabParallel as VocabParallel,

@@ -73,6 +73,14 @@ class ScatterOutput:
 
 
 @dataclasses.dataclass(frozen=True)
+class WholeSequence:
+    """A module that is not cut and needs whole sequences, e.g. a layer of experts. Each rank computes the same.
+
+    If the plan has a sequence_dim, the input is gathered along it, and the output is split again.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
 class ColumnInput:
     """What a column-parallel layer does to its input, for a module that uses a weight which is cut elsewhere."""
 
@@ -118,6 +126,7 @@ Style = Union[
     SequenceParallel,
     PartialGradients,
     ScatterOutput,
+    WholeSequence,
     ColumnInput,
     CutDropout,
     ExpertParallel,

@@ -26,12 +26,13 @@ ParallelStyle style_of(const py::handle& style) {
   if (kind == "VocabParallel") return VocabParallel{};
   if (kind == "SequenceParallel") return SequenceParallel{};
   if (kind == "PartialGradients") return PartialGradients{};
+  if (kind == "WholeSequence") return WholeSequence{};
   if (kind == "ColumnInput") return ColumnInput{};
   if (kind == "CutDropout") return CutDropout{.dim = style.attr("dim").cast<int64_t>(), .segments = segments_of(style)};
   if (kind == "ExpertParallel") return ExpertParallel{.ranks = style.attr("ranks").cast<int64_t>()};
   SHARD_REQUIRE(kind == "ScatterOutput", "tensor_parallel",
                 "a plan holds styles (ColumnParallel, RowParallel, VocabParallel, SequenceParallel, PartialGradients, "
-                "ScatterOutput, ColumnInput, CutDropout, ExpertParallel), got a {}",
+                "ScatterOutput, WholeSequence, ColumnInput, CutDropout, ExpertParallel), got a {}",
                 kind);
   return ScatterOutput{.dim = style.attr("dim").cast<int64_t>()};
 }

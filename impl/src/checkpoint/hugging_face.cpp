@@ -256,10 +256,10 @@ json config_of_experts(const std::string& family, const LlamaOptions& llama) {
   // A softmax of the chosen logits is one of all of them whose chosen part is divided by its sum.
   const bool normalized = router.normalized || router.score == RouterScore::chosen_softmax;
   SHARD_REQUIRE(router.score != RouterScore::sigmoid && router.scale == 1 && router.groups_per_token == router.groups &&
-                    llama.shared_intermediate == 0,
+                    llama.shared_intermediate == 0 && router.bias_rate == 0,
                 "hugging_face",
-                "a {} has no such model: its experts are chosen by softmax out of all, their weights are not "
-                "scaled, and none is shared",
+                "a {} has no such model: its experts are chosen by softmax out of all and without a bias, their weights are "
+                "not scaled, and none is shared",
                 family);
   SHARD_REQUIRE(!mixtral || (normalized && llama.dense_layers == 0), "hugging_face",
                 "a mixtral has no such model: the weights of a token's experts have the sum 1, and every layer has experts");

@@ -8,6 +8,7 @@
 #include "shardproof/hooks/unit.h"
 #include "shardproof/models/models.h"
 #include "shardproof/nn/gradient_place.h"
+#include "shardproof/nn/meta_init.h"
 
 namespace shardproof {
 namespace {
@@ -154,6 +155,24 @@ at::Tensor LlamaAttentionImpl::forward(at::Tensor x) {
   return call(o_proj_, attended.transpose(1, 2).reshape({batch, length, q.size(-1)}));
 }
 
+namespace {
+
+// A router's, which may have a bias of the choice.
+class GateImpl final : public LinearImpl, public HasBuffers {
+ public:
+  using LinearImpl::LinearImpl;
+  void reset_buffers() override {
+    const at::NoGradGuard no_grad;
+    for (const at::Tensor& bias : buffers(/*recurse=*/false)) bias.zero_();
+  }
+};
+
+std::shared_ptr<LinearImpl> gate_of(const LlamaOptions& options) {
+  return std::make_shared<GateImpl>(plain(options.hidden, options.router.experts));
+}
+
+}  // namespace
+
 LlamaMlpImpl::LlamaMlpImpl(int64_t hidden, int64_t intermediate) {
   gate_proj_ = register_module("gate_proj", Linear(plain(hidden, intermediate)));
   up_proj_ = register_module("up_proj", Linear(plain(hidden, intermediate)));
@@ -165,9 +184,11 @@ at::Tensor LlamaMlpImpl::forward(at::Tensor x) {
   return call(down_proj_, (is_canonical() ? canonical_ops::silu(gate) : at::silu(gate)) * call(up_proj_, x));
 }
 
-MoeMlpImpl::MoeMlpImpl(const LlamaOptions& options) : router_(options.router) {
-  gate_ = register_module("gate", Linear(plain(options.hidden, router_.experts)));
-  experts_ = register_module("experts", Experts(router_.experts, options.hidden, options.expert_intermediate));
+MoeMlpImpl::MoeMlpImpl(const LlamaOptions& options) : MoeMlpImpl(options, gate_of(options)) {}
+
+MoeMlpImpl::MoeMlpImpl(const LlamaOptions& options, Linear gate) : Router(options.router, *gate), gate_(std::move(gate)) {
+  register_module("gate", gate_);
+  experts_ = register_module("experts", Experts(options.router.experts, options.hidden, options.expert_intermediate));
   if (options.shared_intermediate > 0)
     shared_ = register_module("shared_experts", LlamaMlp(options.hidden, options.shared_intermediate));
 }
@@ -175,7 +196,7 @@ MoeMlpImpl::MoeMlpImpl(const LlamaOptions& options) : router_(options.router) {
 // Gradients of no more than two uses of a tensor are added, as in RmsNormImpl.
 at::Tensor MoeMlpImpl::forward(at::Tensor x) {
   const at::Tensor routed = shared_ ? x.view_as(x) : x;
-  const Routes routes = route(call(gate_, routed).flatten(0, 1), router_);
+  const Routes routes = choose(call(gate_, routed));
   const at::Tensor y = call(experts_, routed.flatten(0, 1), routes.experts, routes.weights).view(x.sizes());
   return shared_ ? y + call(shared_, x) : y;
 }
@@ -230,8 +251,6 @@ ParallelPlan llama_plan(const LlamaOptions& options, int64_t ranks, bool sequenc
   SHARD_REQUIRE(ranks <= options.kv_heads || options.heads % ranks == 0, "llama",
                 "{} heads over {} ranks, which share {} key-value heads: each rank must have as many", options.heads, ranks,
                 options.kv_heads);
-  SHARD_REQUIRE(options.router.experts == 0 || ranks == 1, "llama",
-                "a Llama with experts over {} ranks along tp: experts are not cut along it yet. Leave the axis out", ranks);
   const int64_t head = options.features_of_head();
   // Query heads go where their key head is.
   const int64_t together = ranks <= options.kv_heads ? options.heads / options.kv_heads : 1;
@@ -250,8 +269,15 @@ ParallelPlan llama_plan(const LlamaOptions& options, int64_t ranks, bool sequenc
                                {"model.layers.*.mlp.down_proj", RowParallel{}},
                                {"model.norm", SequenceParallel{}}}};
   if (options.qk_norm) plan.styles.emplace_back("model.layers.*.self_attn.*_norm", PartialGradients{});
-  if (options.layers == 0)
-    std::erase_if(plan.styles, [](const auto& style) { return style.first.starts_with("model.layers."); });
+  const auto erase = [&plan](const char* prefix) {
+    std::erase_if(plan.styles, [prefix](const auto& style) { return style.first.starts_with(prefix); });
+  };
+  if (options.layers == 0) erase("model.layers.");
+  if (options.router.experts > 0) {
+    if (options.dense_layers == 0) erase("model.layers.*.mlp.");
+    for (int64_t i = options.dense_layers; i < options.layers; ++i)
+      plan.styles.emplace_back(fmt::format("model.layers.{}.mlp", i), WholeSequence{});
+  }
   if (options.tied) plan.styles.emplace_back("lm_head", ColumnInput{});
   else plan.styles.emplace_back("lm_head", ColumnParallel{});
   if (sequence_parallel) plan.sequence_dim = 1;

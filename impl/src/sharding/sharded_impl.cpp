@@ -74,9 +74,10 @@ Sharded::Impl::Impl(std::shared_ptr<torch::nn::Module> given, std::shared_ptr<Me
   validate(options, comms->mesh());
   require_shared(comms->mesh(), options.strategy, parallel.get());
   require_parallel(comms->mesh(), parallel.get());
-  SHARD_REQUIRE(options.numerics != Numerics::canonical || !parallel || parallel->expert_ranks() == 1, "fully_shard",
+  SHARD_REQUIRE(options.numerics != Numerics::canonical || !parallel || parallel->expert_ranks() == 1 || parallel->canonical,
+                "fully_shard",
                 "Numerics::canonical with experts that {} ranks share: their gradients are added in floating point first, so "
-                "bits would depend on the mesh. Give ExpertParallel one rank",
+                "bits would depend on the mesh. Give ExpertParallel one rank, or use_canonical_arithmetic",
                 parallel->expert_ranks());
   if (parallel) {
     add_finishing_step({"parallel terms", kParallelOrder, [](Sharded& sharded) { sum_parallel_terms(sharded.impl()); }});

@@ -13,6 +13,7 @@
 #include "sharding/saved_tensors.h"
 #include "sharding/unit.h"
 #include "shardproof/base/check.h"
+#include "shardproof/nn/auxiliary_losses.h"
 #include "shardproof/nn/random.h"
 #include "shardproof/nn/sequence_lengths.h"
 
@@ -149,6 +150,7 @@ class Recomputation final : public SavedTensorKeeper, public std::enable_shared_
         again_(std::move(again)),
         random_(random_stream()),
         lengths_(sequence_lengths()),
+        losses_(auxiliary_scope().record),
         buffers_(std::move(buffers)) {
     for (const at::Tensor& input : inputs) inputs_.emplace_back(input, /*is_output=*/false);
     for (const at::Tensor& buffer : buffers_) before_.push_back(buffer.detach().clone());
@@ -252,6 +254,7 @@ class Recomputation final : public SavedTensorKeeper, public std::enable_shared_
     const at::AutoGradMode with_graph(true);
     const Instead random(random_stream(), random_);
     const Instead lengths(sequence_lengths(), lengths_);
+    const Instead losses(auxiliary_scope(), AuxiliaryScope{losses_, /*runs_again=*/true});
     const BuffersAsBefore buffers(buffers_, before_);
     const Counted counted(schedule.recomputing_forwards);
     // The unit around a recomputed part may have been freed, since the part's own nodes do not tell that it is needed.
@@ -267,6 +270,7 @@ class Recomputation final : public SavedTensorKeeper, public std::enable_shared_
   UnitHooks::Again again_;
   const RandomStream random_;
   const std::map<int64_t, int64_t> lengths_;
+  const std::shared_ptr<AuxiliaryRecord> losses_;
   std::vector<SavedVariable> inputs_;
   const variable_list buffers_;
   variable_list before_;  // copies of them

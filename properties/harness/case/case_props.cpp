@@ -135,6 +135,9 @@ TEST(Case, every_field_of_experts_is_in_the_text_and_has_simpler_values) {
                                                             [](Llama& m) { m.experts_per_token = 3; },
                                                             [](Llama& m) { m.expert_width = 5; },
                                                             [](Llama& m) { m.shared_width = 3; },
+                                                            [](Llama& m) { m.expert_balance = 0.5; },
+                                                            [](Llama& m) { m.expert_z = 0.25; },
+                                                            [](Llama& m) { m.expert_bias = 0.125; },
                                                             [](Llama& m) { m.dense_layers = 1; },
                                                             [](Llama& m) { m.score = Llama::Score::chosen_softmax; },
                                                             [](Llama& m) { m.score = Llama::Score::sigmoid; },
@@ -287,10 +290,14 @@ TEST(Case, experts_that_cannot_run_are_refused) {
   refused("top_k=2", "top_k=2,score=linear", {"score=softmax|chosen_softmax|sigmoid"});
   refused("top_k=2", "top_k=2,expert_scale=0", {"expert_scale=0"});
   refused("groups_per_token=2", "groups_per_token=4", {"groups_per_token=4"});
-  refused("mesh(dp_shard=2) zero1 sgd(lr=0.1) ordered", "mesh(dp_shard=2,tp=2) zero1 sgd(lr=0.1) fast",
-          {"experts beside tp=2"});
-  refused("zero1 sgd(lr=0.1) ordered", "zero1(arithmetic=canonical,loss=sum) sgd(lr=0.1) canonical",
-          {"arithmetic=canonical has no experts"});
+  refused("top_k=2", "top_k=2,expert_balance=-1", {"expert_balance=-1"});
+  expect_error(
+      [] {
+        Case::parse(
+            "llama(experts=2,expert_bias=0.1) mesh(dp_shard=2) zero1(arithmetic=canonical,loss=sum) sgd(lr=0.1) "
+            "canonical seed=1 : step");
+      },
+      {"arithmetic=canonical has no losses and biases of routers"});
 }
 
 TEST(Generate, every_case_is_valid_and_a_function_of_seed_and_index) {

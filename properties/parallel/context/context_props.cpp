@@ -309,6 +309,14 @@ TEST(Context, a_module_that_does_not_attend_is_refused) {
         });
       },
       {"no Attention or Positions"});
+  expect_error(
+      [] {
+        run_threads(2, [](std::shared_ptr<Comm> comm) {
+          MoeMlp experts(LlamaOptions{.hidden = 4, .router = {.experts = 2}, .expert_intermediate = 3});
+          const auto context = context_parallel(experts.ptr(), std::make_shared<MeshComm>(comm, Mesh({{"cp", 2}})));
+        });
+      },
+      {"no Attention or Positions"});
 }
 
 TEST(Context, a_module_is_itself_again_when_its_context_ends) {

@@ -279,8 +279,61 @@ TEST(Experts, what_does_not_fit_is_refused_by_name) {
         },
         {"expert 2", "there are 2"});
   });
+}
+
+// They take part in the backward's exchange, also where what is below needs no gradient.
+TEST(Experts, ranks_without_experts_take_part_in_canonical_arithmetic) {
+  on_mesh(ranks(4), [](const std::shared_ptr<MeshComm>& comms) {
+    MoeMlp moe = layer(layer_options(2));
+    moe->to(at::kDouble);
+    use_canonical_arithmetic(*moe);
+    const TensorParallel parallel = parallelize(moe.ptr(), comms, over(4));
+    const at::Tensor x = toy::data({1, 3, kHidden}, comms->rank()).to(at::kDouble);
+    call(moe, x).sum().backward();
+    EXPECT_TRUE(moe->named_parameters()["gate.weight"].grad().defined());
+  });
+}
+
+TEST(Experts, ranks_along_tp_that_would_send_pieces_of_sequences_are_refused) {
   on_mesh(Mesh({{"dp_shard", 2}, {"tp", 2}}), [](const std::shared_ptr<MeshComm>& comms) {
     MoeMlp moe = layer(layer_options(4));
-    expect_error([&] { (void)parallelize(moe.ptr(), comms, over(2)); }, {"experts beside 2 ranks along tp"});
+    ParallelPlan plan{.styles = {{"gate", SequenceParallel{}}, {"experts", ExpertParallel{2}}}, .sequence_dim = 1};
+    expect_error([&] { (void)parallelize(moe.ptr(), comms, plan); }, {"'experts'", "WholeSequence"});
   });
+}
+
+// Whatever the order of axes: the norm, too, counts what ranks along tp hold in copies once.
+TEST(Experts, beside_ranks_along_tp_have_the_gradients_of_the_whole_model) {
+  const LlamaOptions options{.vocab = 11, .router = {.experts = 4}, .expert_intermediate = 5, .dense_layers = 1};
+  const at::Tensor tokens = at::arange(12).view({2, 6}).remainder(11);
+  const auto loss_of = [](const at::Tensor& logits) { return logits.square().sum(); };
+  const auto made = [&options] {
+    Llama model(options);
+    initialize_parameters(*model, 5, 0.2);
+    return model;
+  };
+  Llama plain = made();
+  (loss_of(call(plain, tokens)) * 2).backward();  // two data-parallel ranks with the same batch
+  double squares = 0;
+  std::map<std::string, at::Tensor> expected;
+  for (const auto& item : plain->named_parameters()) {
+    expected[item.key()] = item.value().grad();
+    squares += item.value().grad().to(at::kDouble).square().sum().item<double>();
+  }
+  for (const Mesh& mesh : {Mesh({{"dp_shard", 2}, {"tp", 2}}), Mesh({{"tp", 2}, {"dp_shard", 2}})})
+    for (const bool sequence_parallel : {false, true})
+      on_mesh(mesh, [&](const std::shared_ptr<MeshComm>& comms) {
+        Llama model = made();
+        ParallelPlan plan = llama_plan(options, 2, sequence_parallel);
+        plan.styles.emplace_back("model.layers.*.mlp.experts", ExpertParallel{2});
+        const TensorParallel parallel = parallelize(model.ptr(), comms, plan);
+        Sharded sharded = fully_shard(model.ptr(), comms, {.gradient_divide = 1});
+        const at::Tensor own = call(model, tokens);  // this rank's entries of the vocabulary
+        loss_of(own).backward();
+        EXPECT_NEAR(sharded.gradient_norm() / std::sqrt(squares), 1, 1e-5) << mesh.str();
+        for (const auto& [name, gradient] : sharded.gather_gradients())
+          EXPECT_LE((gradient - expected.at(name)).abs().max().item<double>(),
+                    1e-5 * expected.at(name).abs().max().item<double>())
+              << mesh.str() << ' ' << name;
+      });
 }

@@ -15,6 +15,7 @@
 #include "shardproof/nn/canonical/canonical.h"
 #include "shardproof/nn/dropout.h"
 #include "shardproof/parallel/experts/experts.h"
+#include "shardproof/parallel/experts/router.h"
 #include "shardproof/parallel/tensor/tensor_parallel.h"
 
 namespace shardproof {
@@ -195,14 +196,15 @@ TORCH_MODULE(LlamaMlp);
 
 // A router, "gate.weight" [experts, hidden], with its "experts" and, where there is one, the gated MLP "shared_experts":
 // [B, T, hidden] -> [B, T, hidden].
-class MoeMlpImpl : public torch::nn::Module {
+class MoeMlpImpl : public torch::nn::Module, public Router {
  public:
   explicit MoeMlpImpl(const LlamaOptions& options);
   at::Tensor forward(at::Tensor x);
 
  private:
-  RouterOptions router_;
-  Linear gate_{nullptr};
+  MoeMlpImpl(const LlamaOptions& options, Linear gate);
+
+  Linear gate_;
   Experts experts_{nullptr};
   LlamaMlp shared_{nullptr};
 };
@@ -246,7 +248,8 @@ class LlamaImpl : public torch::nn::Module, public CanonicalPart {
 TORCH_MODULE(Llama);
 
 // The plan of a Llama for `ranks` ranks along the axis; see gpt_plan. When there are fewer key heads than ranks, several ranks
-// hold copies of a key head. Throws Error when the heads cannot be cut so that each rank has the key heads of its query heads.
+// hold copies of a key head. Layers of experts are whole along the axis; ExpertParallel for their experts may be added. Throws
+// Error when the heads cannot be cut so that each rank has the key heads of its query heads.
 ParallelPlan llama_plan(const LlamaOptions& options, int64_t ranks, bool sequence_parallel = false);
 
 }  // namespace shardproof

@@ -29,6 +29,10 @@ class SequenceRule {
   virtual ~SequenceRule() = default;
   // This rank has `length` tokens of a sequence. Returns their positions in the whole sequence, ascending.
   virtual std::vector<int64_t> positions(int64_t length) = 0;
+  // How many tokens the whole sequence has of which this rank has `own`.
+  virtual int64_t length(int64_t own) = 0;
+  // The sum of what the ranks with the sequence's tokens hold, in place. Collective.
+  virtual void sum(at::Tensor& own) = 0;
   // Attention of this rank's queries to all keys; shapes as in `Attention` below.
   virtual at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
                             const std::optional<AttentionDropout>& dropout) = 0;

@@ -30,6 +30,13 @@ class ContextState final : public SequenceRule, public RowPlacement, public std:
     return cut().positions(group_.rank());
   }
 
+  int64_t length(int64_t own) override {
+    require_length(own);
+    return cut().length;
+  }
+
+  void sum(at::Tensor& own) override { group_.all_reduce(own).wait(); }
+
   at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
                     const std::optional<AttentionDropout>& dropout) override {
     require_length(q.size(2));
@@ -76,6 +83,7 @@ class ContextState final : public SequenceRule, public RowPlacement, public std:
 
 void ContextState::attach(const std::shared_ptr<torch::nn::Module>& root) {
   root_ = root;
+  bool attends = false;
   const auto unowned = std::shared_ptr<ContextState>(std::shared_ptr<void>(), this);
   for (const auto& item : root->named_modules("", /*include_self=*/true)) {
     torch::nn::Module& module = *item.value();
@@ -83,6 +91,7 @@ void ContextState::attach(const std::shared_ptr<torch::nn::Module>& root) {
                   "module '{}' is sharded already; call context_parallel before fully_shard", item.key());
     if (auto* part = dynamic_cast<SequencePart*>(&module)) {
       SHARD_REQUIRE(!part->rule, "context_parallel", "module '{}' is context parallel already", item.key());
+      attends |= module.as<AttentionImpl>() || module.as<PositionsImpl>();
       parts_.push_back(part);
       part->rule = unowned;
     } else if (auto* dropout = dynamic_cast<DropoutImpl*>(&module)) {
@@ -90,7 +99,7 @@ void ContextState::attach(const std::shared_ptr<torch::nn::Module>& root) {
       dropout->context_placement = unowned;
     }
   }
-  SHARD_REQUIRE(!parts_.empty(), "context_parallel",
+  SHARD_REQUIRE(attends, "context_parallel",
                 "module {} has no Attention or Positions below it, so that its tokens would not see those of other ranks; "
                 "write it with those of attention.h",
                 root->name());

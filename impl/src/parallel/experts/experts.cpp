@@ -4,8 +4,6 @@
 #include <fmt/ranges.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <cmath>
-#include <limits>
 #include <numeric>
 
 #include "device/matrix.h"
@@ -118,50 +116,7 @@ std::vector<int64_t> numbers_in(const at::Tensor& list) {
   return {list.const_data_ptr<int64_t>(), list.const_data_ptr<int64_t>() + list.numel()};
 }
 
-// Scores of experts in groups that take no part become -inf.
-at::Tensor of_chosen_groups(const at::Tensor& scores, const RouterOptions& o) {
-  if (o.groups_per_token == o.groups) return scores;
-  const int64_t tokens = scores.size(0), each = o.experts / o.groups;
-  const at::Tensor grouped = scores.view({tokens, o.groups, each});
-  const at::Tensor best = std::get<0>(grouped.sort(/*stable=*/true, -1, /*descending=*/true));
-  const at::Tensor strength = best.narrow(-1, 0, std::min<int64_t>(2, each)).sum(-1);
-  const at::Tensor chosen =
-      std::get<1>(strength.sort(/*stable=*/true, -1, /*descending=*/true)).narrow(1, 0, o.groups_per_token);
-  const at::Tensor out = at::ones_like(strength, at::kBool).scatter_(1, chosen, false);
-  return grouped.masked_fill(out.unsqueeze(-1), -std::numeric_limits<double>::infinity()).view_as(scores);
-}
-
-void require_valid(const RouterOptions& o) {
-  SHARD_REQUIRE(o.experts > 0 && o.groups > 0 && o.experts % o.groups == 0 && o.groups_per_token > 0 &&
-                    o.groups_per_token <= o.groups && o.experts_per_token > 0 &&
-                    o.experts_per_token <= o.experts / o.groups * o.groups_per_token,
-                "experts", "a token cannot get {} experts out of {}, which are in {} equal groups, of which it may use {}",
-                o.experts_per_token, o.experts, o.groups, o.groups_per_token);
-}
-
 }  // namespace
-
-Routes route(const at::Tensor& logits, const RouterOptions& options) {
-  require_valid(options);
-  SHARD_REQUIRE(logits.dim() == 2 && logits.size(1) == options.experts, "experts", "a router of {} experts got logits [{}]",
-                options.experts, fmt::join(logits.sizes(), ", "));
-  const at::Tensor wide = logits.scalar_type() == at::kDouble ? logits : logits.to(at::kFloat);
-  const at::Tensor scores = options.score == RouterScore::softmax   ? at::softmax(wide, -1)
-                            : options.score == RouterScore::sigmoid ? at::sigmoid(wide)
-                                                                    : wide;
-  const at::Tensor order =
-      std::get<1>(of_chosen_groups(scores.detach(), options).sort(/*stable=*/true, -1, /*descending=*/true));
-  const at::Tensor experts = order.narrow(1, 0, options.experts_per_token).contiguous();
-  at::Tensor weights = scores.gather(1, experts);
-  if (options.score == RouterScore::chosen_softmax) {
-    weights = at::softmax(weights, -1);
-  } else if (options.normalized) {
-    const at::Tensor sum = weights.sum(-1, /*keepdim=*/true);
-    weights = weights / (options.score == RouterScore::sigmoid ? sum + 1e-20 : sum);
-  }
-  if (options.scale != 1) weights = weights * options.scale;
-  return {experts, weights.to(logits.scalar_type())};
-}
 
 // Row n * k + j of what is sorted is token n's j-th choice of k.
 Dispatch::Dispatch(const at::Tensor& chosen, int64_t count, std::shared_ptr<Comm> group)
@@ -207,12 +162,15 @@ at::Tensor Dispatch::experts() const {
   return numbers.repeat_interleave(at::tensor(blocks_, at::kLong)).to(chosen_.device());
 }
 
+at::Tensor Dispatch::outputs(const at::Tensor& rows) const {
+  const at::Tensor home = group_ ? collective::exchange_rows(rows, received_, sent_, *group_) : rows;
+  return Collect::apply(home, order_, inverse_).view({chosen_.size(0), chosen_.size(1), home.size(1)});
+}
+
 at::Tensor Dispatch::sums(const at::Tensor& rows, const at::Tensor& weights) const {
   SHARD_REQUIRE(weights.sizes() == chosen_.sizes(), "experts", "weights [{}] of choices [{}]", fmt::join(weights.sizes(), ", "),
                 fmt::join(chosen_.sizes(), ", "));
-  const at::Tensor home = group_ ? collective::exchange_rows(rows, received_, sent_, *group_) : rows;
-  const at::Tensor outputs = Collect::apply(home, order_, inverse_);
-  return (outputs.view({chosen_.size(0), chosen_.size(1), home.size(1)}) * weights.unsqueeze(-1)).sum(1);
+  return (outputs(rows) * weights.unsqueeze(-1)).sum(1);
 }
 
 std::shared_ptr<Comm> expert_group(const torch::nn::Module& module) {
@@ -236,9 +194,28 @@ at::Tensor ExpertsImpl::forward(at::Tensor x, at::Tensor experts, at::Tensor wei
   SHARD_REQUIRE(expert_group(*this) || gate_up_proj.size(0) == count_, "experts",
                 "a module of {} experts has {} of them: give the style ExpertParallel to it, and not to one around it", count_,
                 gate_up_proj.size(0));
-  const std::vector<at::Tensor> both = Products::apply(dispatch.rows(x), gate_up_proj, dispatch.blocks()).chunk(2, -1);
-  const at::Tensor rows = Products::apply(at::silu(both[0]) * both[1], down_proj, dispatch.blocks());
-  return dispatch.sums(rows, weights);
+  const at::Tensor given = dispatch.rows(x);
+  const bool exact = is_canonical() && gate_up_proj.size(0) > 0;
+  const at::Tensor rows = exact ? canonically(dispatch, given) : plainly(dispatch, given);
+  return is_canonical() ? canonical_ops::mixture(dispatch.outputs(rows), weights) : dispatch.sums(rows, weights);
+}
+
+at::Tensor ExpertsImpl::plainly(const Dispatch& dispatch, const at::Tensor& rows) const {
+  const std::vector<at::Tensor> both = Products::apply(rows, gate_up_proj, dispatch.blocks()).chunk(2, -1);
+  return Products::apply(at::silu(both[0]) * both[1], down_proj, dispatch.blocks());
+}
+
+// Sums of an expert's gradient are exact, so that all rows are multiplied together, whatever ranks they come from.
+at::Tensor ExpertsImpl::canonically(const Dispatch& dispatch, const at::Tensor& rows) const {
+  const at::Tensor expert = dispatch.experts(), order = at::argsort(expert, /*stable=*/true);
+  const std::vector<at::Tensor> gate_up = gate_up_proj.unbind(0), down = down_proj.unbind(0);
+  const std::vector<int64_t> counts = numbers_in(at::bincount(expert, {}, std::ssize(gate_up)).cpu());
+  std::vector<at::Tensor> outputs = rows.index_select(0, order).split_with_sizes(counts);
+  for (size_t e = 0; e < outputs.size(); ++e) {
+    const std::vector<at::Tensor> both = canonical_ops::linear(outputs[e], gate_up[e], {}, canonical_name()).chunk(2, -1);
+    outputs[e] = canonical_ops::linear(canonical_ops::silu(both[0]) * both[1], down[e], {}, canonical_name());
+  }
+  return at::cat(outputs).index_select(0, at::argsort(order));
 }
 
 }  // namespace shardproof

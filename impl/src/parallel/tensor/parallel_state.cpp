@@ -59,16 +59,16 @@ int64_t ParallelState::sequence_length(int64_t local) const {
 
 Comm& ParallelState::share_experts(const ExpertParallel& style) {
   if (!experts_) {
-    SHARD_REQUIRE(parts() == 1, "tensor_parallel",
-                  "experts beside {} ranks along {}: the library does not share them between ranks that work on one batch yet. "
-                  "Leave the axis out",
-                  parts(), axis());
     const auto view = comms_->on(expert_mesh(data_parallel_mesh(comms_->mesh()), style.ranks));
-    experts_ = std::make_unique<MeshComm>(view->along({axes::ep}).shared(), Mesh({{axes::ep, style.ranks}}));
+    std::vector<Axis> own;  // as the view orders them: experts are whole along the plan's axis
+    std::vector<std::string> names;
+    for (const Axis& one : view->mesh().axes())
+      if (one.name == axes::ep || one.name == axis()) own.push_back(one), names.push_back(one.name);
+    experts_ = std::make_unique<MeshComm>(view->along(names).shared(), Mesh(own));
   }
   SHARD_REQUIRE(expert_ranks() == style.ranks, "tensor_parallel", "experts over {} ranks and others over {}; give all the same",
                 expert_ranks(), style.ranks);
-  return experts_->world();
+  return experts_->along({axes::ep});
 }
 
 MeshComm& ParallelState::on(const Layout& layout) const {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "hooks/attachments.h"
+#include "shardproof/algebra/axes.h"
 #include "shardproof/comm/mesh_comm.h"
 #include "shardproof/hooks/unit.h"
 #include "shardproof/nn/sequence_lengths.h"
@@ -32,7 +33,7 @@ class ParallelState {
   // The ranks that hold different experts, 1 where no style gives any away; and this rank's group of them. Collective over the
   // mesh at first. Throws Error when another style named another number.
   Comm& share_experts(const ExpertParallel& style);
-  int64_t expert_ranks() const { return experts_ ? experts_->mesh().size() : 1; }
+  int64_t expert_ranks() const { return experts_ ? experts_->mesh().size(axes::ep) : 1; }
 
   // The split of rows in `segments` over the axis; even when there are none.
   Split split(const std::vector<CutSegment>& segments) const {
@@ -72,7 +73,7 @@ class ParallelState {
   Comm* group_;
   MeshComm& on(const Layout& layout) const;
   std::unique_ptr<MeshComm> view_;
-  std::unique_ptr<MeshComm> experts_;  // the axis ep alone
+  std::unique_ptr<MeshComm> experts_;  // the axis ep, and that of the plan
   std::vector<ParallelParameter> parameters_;
   std::unordered_map<const c10::TensorImpl*, size_t> of_tensor_;
   const int64_t number_ = new_sequence_number();

@@ -221,6 +221,18 @@ class Scattered final : public StyleHooks {
   ScatterOutput style_;
 };
 
+class Whole final : public StyleHooks {
+ public:
+  using StyleHooks::StyleHooks;
+  at::Tensor run(const Forward& forward, at::Tensor x) override {
+    const auto owner = state();
+    const auto dim = owner->plan().sequence_dim;
+    if (!dim) return forward(std::move(x));
+    const at::Tensor whole = collective::gather(x, *dim, owner->sequence_length(x.size(*dim)), owner->group());
+    return collective::scatter(forward(whole), *dim, owner->group());
+  }
+};
+
 // The module itself sends rows to the other ranks, by a Dispatch.
 class SharedExperts final : public StyleHooks {
  public:
@@ -287,6 +299,7 @@ std::shared_ptr<StyleHooks> make_style(const std::shared_ptr<ParallelState>& sta
     std::shared_ptr<StyleHooks> operator()(const VocabParallel&) { return std::make_shared<Vocab>(state, name, module); }
     std::shared_ptr<StyleHooks> operator()(const SequenceParallel&) { return std::make_shared<Sequence>(state, module); }
     std::shared_ptr<StyleHooks> operator()(const ScatterOutput& s) { return std::make_shared<Scattered>(state, s); }
+    std::shared_ptr<StyleHooks> operator()(const WholeSequence&) { return std::make_shared<Whole>(state); }
     std::shared_ptr<StyleHooks> operator()(const ColumnInput&) { return std::make_shared<Input>(state, name); }
     std::shared_ptr<StyleHooks> operator()(const PartialGradients&) {
       return std::make_shared<Partial>(state, name, module);

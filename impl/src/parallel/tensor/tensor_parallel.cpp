@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <map>
 #include <set>
 
 #include "parallel/tensor/parallel_state.h"
@@ -33,6 +35,23 @@ void require_styles_everywhere(const torch::nn::Module& root, const std::set<std
         "module '{}' ({}) has parameters and no style. With a sequence_dim it may see a piece of the sequence: give it "
         "SequenceParallel, or ScatterOutput if it sees all of it",
         item.key(), item.value()->name());
+  }
+}
+
+// Ranks along the axis hold the same experts, and have to send them the same tokens.
+void require_whole_sequences(const ParallelPlan& plan, const std::map<std::string, ParallelStyle>& styles) {
+  for (const auto& [name, style] : styles) {
+    if (!std::holds_alternative<ExpertParallel>(style)) continue;
+    const bool has_whole = std::ranges::any_of(styles, [&name = name](const auto& other) {
+      return std::holds_alternative<WholeSequence>(other.second) &&
+             (other.first.empty() || name.starts_with(other.first + "."));
+    });
+    SHARD_REQUIRE(
+        has_whole, "tensor_parallel",
+        "module '{}' has the style ExpertParallel, and no module around it has WholeSequence. With a sequence_dim ranks "
+        "along {} would send pieces of a sequence to experts of which each of them has a copy. Give WholeSequence to "
+        "the layer with the router",
+        name, plan.axis);
   }
 }
 
@@ -82,6 +101,7 @@ TensorParallel parallelize(std::shared_ptr<torch::nn::Module> module, std::share
   state->canonical = uses_canonical_arithmetic(*module);
   take_values_of_rank_0(*state, *module);
   std::set<std::string> styled;
+  std::map<std::string, ParallelStyle> styles;
   std::vector<bool> used(plan.styles.size(), false);
   for (const auto& item : module->named_modules("", /*include_self=*/true)) {
     SHARD_REQUIRE(!parallel_hooks(*item.value()) && !unit_hooks(*item.value()), "tensor_parallel",
@@ -91,6 +111,7 @@ TensorParallel parallelize(std::shared_ptr<torch::nn::Module> module, std::share
       const auto& [pattern, style] = plan.styles[i];
       if (!name_matches(pattern, item.key())) continue;
       used[i] = true;
+      styles.emplace(item.key(), style);
       if (styled.insert(item.key()).second)
         state->attached.attach(item.value(), make_style(state, item.key(), *item.value(), style));
       break;
@@ -98,7 +119,10 @@ TensorParallel parallelize(std::shared_ptr<torch::nn::Module> module, std::share
   }
   for (size_t i = 0; i < used.size(); ++i)
     SHARD_REQUIRE(used[i], "tensor_parallel", "pattern '{}' fits no module of {}", plan.styles[i].first, module->name());
-  if (plan.sequence_dim && state->parts() > 1) require_styles_everywhere(*module, styled);
+  if (plan.sequence_dim && state->parts() > 1) {
+    require_styles_everywhere(*module, styled);
+    require_whole_sequences(plan, styles);
+  }
   require_sums_of_copies(*state);
   state->enter_sequentials(*module);
   return TensorParallel(std::move(state));

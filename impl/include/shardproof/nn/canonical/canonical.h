@@ -78,6 +78,13 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
 // Cross entropy of logits [.., own entries] and targets [..], summed over the targets that are not -100. The `entries` of the
 // vocabulary are cut evenly over the group; when `group` is null, the logits have all of them. Collective over the group.
 at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets, int64_t entries, Comm* group = nullptr);
+// Of rows of numbers, which each rank has whole: their softmax over the last dim, their sigmoids, and each number divided by
+// the sum of its row and `more`. Neither they nor their gradients are rounded; `round` does that.
+at::Tensor softmax(const at::Tensor& x);
+at::Tensor sigmoid(const at::Tensor& x);
+at::Tensor shares(const at::Tensor& x, double more);
+// The sum of rows [.., count, n] times weights [.., count] -> [.., n].
+at::Tensor mixture(const at::Tensor& rows, const at::Tensor& weights);
 // The sum of the squared differences.
 at::Tensor squared_error(const at::Tensor& output, const at::Tensor& target);
 

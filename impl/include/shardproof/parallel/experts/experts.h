@@ -1,6 +1,5 @@
-// Mixtures of experts (Shazeer et al. 2017; Fedus et al. 2022): a router chooses a few experts for each token, and their
-// outputs are added with the router's weights. No token is dropped. The semantics of the routers are those of Mixtral,
-// Qwen3-MoE and DeepSeek-V3 in Hugging Face's transformers.
+// Mixtures of experts (Shazeer et al. 2017; Fedus et al. 2022): a router (router.h) chooses a few experts for each token, and
+// their outputs are added with the router's weights. No token is dropped.
 //
 // Experts may lie on several ranks: the style `ExpertParallel` (parallel_plan.h) gives each rank some of them. Rows then go to
 // the ranks of their experts and back, and their gradients likewise. Laws:
@@ -24,32 +23,6 @@
 
 namespace shardproof {
 
-// What a token's scores are, in float32 or wider.
-enum class RouterScore {
-  softmax,         // of the logits of all experts
-  chosen_softmax,  // of the logits of the chosen ones; they are chosen by logits
-  sigmoid          // of each logit
-};
-
-struct RouterOptions {
-  int64_t experts = 0;
-  int64_t experts_per_token = 2;  // those with the highest scores; of equal ones the first
-  RouterScore score = RouterScore::softmax;
-  bool normalized = true;         // a token's weights are divided by their sum; chosen_softmax has that by itself
-  double scale = 1;               // and multiplied by this
-  // Experts are in so many groups of neighbours, and a token's experts come from those `groups_per_token` groups whose two best
-  // scores have the highest sum; of equal ones the first.
-  int64_t groups = 1, groups_per_token = 1;
-};
-
-struct Routes {
-  at::Tensor experts;  // [tokens, experts_per_token] int64, by falling score
-  at::Tensor weights;  // alike; differentiable, in the dtype of the logits
-};
-
-// The routes of logits [tokens, experts]. Throws Error when the options do not fit each other or the logits.
-Routes route(const at::Tensor& logits, const RouterOptions& options);
-
 // The way of tokens to the experts of a layer and back, for layers of your own. Experts are counted over all ranks of the
 // group, of which each holds some neighbours, cut as torch.chunk cuts; where it is null, all are here. All ranks of the group
 // make one, call its methods, and run their backwards, in the same order. A rank may have no tokens.
@@ -64,8 +37,10 @@ class Dispatch {
   const std::vector<int64_t>& blocks() const { return blocks_; }
   // The expert of each row, counted from this rank's first: [rows] int64.
   at::Tensor experts() const;
-  // Rows [rows, n] of what the experts gave -> [tokens, n], each the sum of its choices' rows times `weights` [tokens, experts
-  // of one]. Differentiable. Collective.
+  // Rows [rows, n] of what the experts gave -> [tokens, experts of one, n], those of each token's choices. Differentiable.
+  // Collective.
+  at::Tensor outputs(const at::Tensor& rows) const;
+  // The same, added with `weights` [tokens, experts of one] -> [tokens, n].
   at::Tensor sums(const at::Tensor& rows, const at::Tensor& weights) const;
 
  private:
@@ -80,7 +55,7 @@ std::shared_ptr<Comm> expert_group(const torch::nn::Module& module);
 
 // The experts of a layer, gated MLPs: down(silu(gate(x)) * up(x)). Parameters: "gate_up_proj" [experts, 2 * intermediate,
 // hidden], whose first half of rows is the gate's, and "down_proj" [experts, hidden, intermediate].
-class ExpertsImpl : public torch::nn::Module {
+class ExpertsImpl : public torch::nn::Module, public CanonicalPart {
  public:
   ExpertsImpl(int64_t experts, int64_t hidden, int64_t intermediate);
   // x [tokens, hidden] -> [tokens, hidden]: for each token the sum of its experts' outputs times their weights. Collective over
@@ -90,6 +65,9 @@ class ExpertsImpl : public torch::nn::Module {
   at::Tensor gate_up_proj, down_proj;
 
  private:
+  at::Tensor plainly(const Dispatch& dispatch, const at::Tensor& rows) const;
+  at::Tensor canonically(const Dispatch& dispatch, const at::Tensor& rows) const;
+
   int64_t count_;  // of experts, on all ranks
 };
 TORCH_MODULE(Experts);

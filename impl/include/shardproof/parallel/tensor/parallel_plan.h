@@ -45,6 +45,9 @@ struct PartialGradients {};
 struct ScatterOutput {
   int64_t dim = 0;
 };
+// For a module that is not cut and needs whole sequences, such as a layer of experts. When the plan has a sequence_dim, its
+// input is gathered along it, and its output is split again; every rank computes the same.
+struct WholeSequence {};
 // For a computation that is entered with call_as and uses a weight that another module's style cuts, such as a tied head. It
 // treats the input as ColumnParallel does.
 struct ColumnInput {};
@@ -67,14 +70,14 @@ struct CutAttention {
 // For Experts (experts.h), and modules of your own that use Dispatch and whose parameters have experts along their first dim:
 // gives each of `ranks` neighbours some experts, cut as torch.chunk cuts. The other styles are about ranks that work on one
 // batch; these ranks have a batch each, and lie where the mesh has its data-parallel ranks: `fully_shard` shards experts over
-// the ranks that hold the same ones (expert_mesh in algebra/strategy.h). All experts of a module have the same `ranks`. A plan
-// of this style alone needs no axis.
+// the ranks that hold the same ones (expert_mesh in algebra/strategy.h). Ranks along the plan's axis hold the same experts. All
+// experts of a module have the same `ranks`. A plan of this style alone needs no axis.
 struct ExpertParallel {
   int64_t ranks = 1;
 };
 
 using ParallelStyle = std::variant<ColumnParallel, RowParallel, VocabParallel, SequenceParallel, PartialGradients,
-                                   ScatterOutput, ColumnInput, CutDropout, CutAttention, ExpertParallel>;
+                                   ScatterOutput, WholeSequence, ColumnInput, CutDropout, CutAttention, ExpertParallel>;
 
 struct ParallelPlan {
   // Patterns of module names (base/name_pattern.h) and their styles. The first pattern that matches a module counts. A pattern

@@ -1,0 +1,209 @@
+// What keeps experts equally busy: losses and biases of routers.
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "properties/kit/bits.h"
+#include "properties/kit/expect_error.h"
+#include "properties/kit/parity_training.h"
+
+using namespace shardproof;
+using kit::same_bits;
+using parity::on_mesh;
+using parity::ranks;
+
+namespace {
+
+constexpr int64_t kHidden = 6, kExperts = 4;
+
+RouterOptions options_with(double balance, double z, double rate) {
+  return {.experts = kExperts, .score = RouterScore::sigmoid, .balance_loss = balance, .z_loss = z, .bias_rate = rate};
+}
+
+// A router without a gate: what it is called with are logits.
+struct Bare : torch::nn::Module, Router {
+  explicit Bare(const RouterOptions& options) : Router(options, *this) {}
+  at::Tensor bias() const { return named_buffers()["e_score_correction_bias"]; }
+};
+
+MoeMlp layer(const RouterOptions& router) {
+  MoeMlp made(LlamaOptions{.hidden = kHidden, .router = router, .expert_intermediate = 5});
+  initialize_parameters(*made, 11, 0.5);
+  return made;
+}
+
+bool everything(const std::string&, const torch::nn::Module&) {
+  return true;
+}
+
+at::Tensor matrix(const std::vector<std::vector<double>>& rows) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& row : rows) tensors.push_back(at::tensor(row, at::kDouble));
+  return at::stack(tensors);
+}
+
+bool are_experts(const at::Tensor& got, const std::vector<int64_t>& expected) {
+  return at::equal(got.flatten(), at::tensor(expected, at::kLong));
+}
+
+// Two sequences a batch, of 1 to 3 tokens.
+at::Tensor batch(int64_t salt) {
+  return toy::data({2, 1 + salt % 3, kHidden}, salt);
+}
+
+parity::MakeTrainee trainee(const RouterOptions& router) {
+  return [router] {
+    MoeMlp moe = layer(router);
+    return parity::Trainee{moe.ptr(), [moe](int64_t salt) mutable {
+                             AuxiliaryLosses auxiliary;
+                             return auxiliary.add_to(call(moe, batch(salt)).square().sum());
+                           }};
+  };
+}
+
+// The papers' formulas, expert by expert and token by token.
+at::Tensor by_hand(const at::Tensor& logits, const at::Tensor& experts, const RouterOptions& o) {
+  at::Tensor sum = at::zeros({}, logits.options());
+  const int64_t length = logits.size(1);
+  for (int64_t s = 0; s < logits.size(0); ++s)
+    for (int64_t t = 0; t < length; ++t) {
+      const at::Tensor token = logits[s][t], scores = at::sigmoid(token);
+      for (int64_t e = 0; e < o.experts; ++e) {
+        const double chosen = (experts.view({logits.size(0), -1})[s] == e).sum().item<double>();
+        const double f = chosen * double(o.experts) / double(o.experts_per_token * length);
+        sum = sum + o.balance_loss * f * scores[e] / scores.sum();
+      }
+      sum = sum + o.z_loss * at::exp(token).sum().log().square();
+    }
+  return sum;
+}
+
+}  // namespace
+
+TEST(Routers, losses_and_gradients_are_those_of_the_papers_times_the_weight_of_the_loss) {
+  for (const auto& [balance, z] : {std::pair{0.5, 0.0}, {0.0, 0.25}, {0.5, 0.25}}) {
+    const RouterOptions options = options_with(balance, z, 0);
+    Bare router(options);
+    const at::Tensor logits = toy::data({3, 5, kExperts}, 4).to(at::kDouble).requires_grad_();
+    const at::Tensor own = logits.detach().clone().requires_grad_();
+    AuxiliaryLosses auxiliary;
+    const Routes routes = router.choose(logits);
+    const at::Tensor loss = auxiliary.add_to(routes.weights.square().sum());
+    (loss * 3).backward();
+    const Routes plain = route(own.flatten(0, 1), options);
+    const at::Tensor expected = plain.weights.square().sum() + by_hand(own, plain.experts, options);
+    (expected * 3).backward();
+    EXPECT_NEAR(loss.item<double>(), expected.item<double>(), 1e-12);
+    EXPECT_TRUE(at::allclose(logits.grad(), own.grad(), 1e-10, 1e-12)) << logits.grad() << own.grad();
+  }
+}
+
+// With recomputation as well: a forward that runs again adds nothing.
+TEST(Routers, losses_train_alike_sharded_and_recomputed) {
+  for (const Strategy& row : strategies())
+    for (const bool recompute : {false, true}) {
+      parity::Plan plan{.mesh = parity::grid(1, 2), .options = toy::options(row.name), .microbatches = 2};
+      if (recompute) plan.options.recompute = everything;
+      plan.tolerance = 1e-6;
+      parity::expect_trains_like_plain(trainee(options_with(0.5, 0.25, 0)), plan);
+    }
+}
+
+TEST(Routers, a_bias_changes_who_is_chosen_and_not_what_they_weigh) {
+  const at::Tensor logits = matrix({{3, 1, 0.5, -1}}), bias = matrix({{0, -9, 0, 9}})[0];
+  RouterOptions options = options_with(0, 0, 0);
+  options.normalized = false;
+  const Routes routes = route(logits, options, bias);
+  EXPECT_TRUE(are_experts(routes.experts, {3, 0})) << routes.experts;
+  EXPECT_TRUE(at::allclose(routes.weights, at::sigmoid(matrix({{-1, 3}})))) << routes.weights;
+  options.groups = 2, options.groups_per_token = 1;
+  EXPECT_TRUE(are_experts(route(logits, options, bias).experts, {3, 2}));
+}
+
+// On ranks with tokens of their own, in several microbatches, as on one rank that has all of them; forwards that nobody takes a
+// loss of, evaluations, and what was forgotten are not counted.
+TEST(Routers, biases_follow_the_counts_of_a_whole_step_on_any_mesh) {
+  const RouterOptions options = options_with(0, 0, 0.125);
+  const auto forward = [](MoeMlp& moe, int64_t salt) {
+    AuxiliaryLosses auxiliary;
+    auxiliary.add_to(call(moe, batch(salt)).square().sum()).backward();
+  };
+  const auto bias_after = [&](MoeMlp& moe, MeshComm& comms, int64_t world) {
+    for (int64_t step = 0; step < 3; ++step) {
+      forward(moe, 90);
+      forget_router_counts(*moe);
+      for (int64_t salt = 8 * step + comms.rank() * (8 / world), end = salt + 8 / world; salt < end; ++salt) forward(moe, salt);
+      {
+        const at::NoGradGuard evaluation;
+        AuxiliaryLosses auxiliary;
+        auxiliary.add_to(call(moe, batch(91)).sum());
+      }
+      AuxiliaryLosses dropped;
+      call(moe, batch(92));
+      update_router_biases(*moe, comms);
+    }
+    return moe->named_buffers()["gate.e_score_correction_bias"].clone();
+  };
+  std::vector<at::Tensor> biases;
+  for (const int64_t world : {1, 2, 4})
+    on_mesh(ranks(world), [&](const std::shared_ptr<MeshComm>& comms) {
+      MoeMlp moe = layer(options);
+      Sharded sharded = fully_shard(moe.ptr(), comms, {.recompute = world == 4 ? UnitSelector(everything) : UnitSelector()});
+      sharded.set_last_microbatch(false);  // of one long step, as far as gradients go
+      const at::Tensor bias = bias_after(moe, *comms, world);
+      if (comms->rank() == world - 1) biases.push_back(bias);
+    });
+  ASSERT_EQ(biases.size(), 3);
+  EXPECT_GT(biases[0].abs().max().item<double>(), 0);
+  EXPECT_TRUE(same_bits(biases[0], biases[1]) && same_bits(biases[0], biases[2])) << biases;
+}
+
+TEST(Routers, a_bias_rises_where_its_expert_was_chosen_less_than_the_mean) {
+  on_mesh(ranks(1), [](const std::shared_ptr<MeshComm>& comms) {
+    RouterOptions options = options_with(0, 0, 0.25);
+    options.experts_per_token = 1;
+    Bare router(options);
+    AuxiliaryLosses auxiliary;
+    // Expert 0 twice, 1 once, 3 once, 2 never; the mean is 1.
+    router.choose(matrix({{9, 0, 0, 0}, {9, 0, 0, 0}, {0, 9, 0, 0}, {0, 0, 0, 9}}).unsqueeze(0));
+    auxiliary.add_to(at::zeros({}));
+    update_router_biases(router, *comms);
+    EXPECT_TRUE(same_bits(router.bias(), matrix({{-0.25, 0, 0.25, 0}})[0].to(at::kFloat))) << router.bias();
+    update_router_biases(router, *comms);  // nothing was chosen meanwhile
+    EXPECT_TRUE(same_bits(router.bias(), matrix({{-0.25, 0, 0.25, 0}})[0].to(at::kFloat))) << router.bias();
+  });
+}
+
+TEST(Routers, a_loss_that_nobody_takes_is_an_error) {
+  MoeMlp moe = layer(options_with(0.5, 0, 0));
+  expect_error([&] { call(moe, batch(1)); }, {"auxiliary_losses", "nobody collects it", "Make an AuxiliaryLosses"});
+  AuxiliaryLosses auxiliary;
+  const at::Tensor loss = call(moe, batch(1)).sum();
+  expect_error([&] { loss.backward(); }, {"auxiliary_losses", "a loss without them", "add_to first"});
+  auxiliary.add_to(call(moe, batch(1)).sum()).backward();
+  expect_error([&] { call(moe, batch(1)); }, {"a forward after add_to"});
+  expect_error([&] { auxiliary.add_to(loss); }, {"add_to was called already"});
+  {
+    AuxiliaryLosses kept;
+    const at::Tensor own = call(moe, batch(1)).square().sum();
+    kept.add_to(own).backward({}, /*retain_graph=*/true);
+    expect_error([&] { own.backward(); }, {"a loss without them"});  // the gradient of another backward is not its own
+  }
+  AuxiliaryLosses of_sequences;
+  expect_error([&] { of_sequences.add_to(at::zeros({2})); }, {"loss [2]", "their sum"});
+  {
+    const at::Tensor twice = of_sequences.add_to(call(moe, batch(1)).square().sum());
+    std::vector<at::Tensor> parameters{moe->named_parameters()["gate.weight"]};
+    expect_error([&] { torch::autograd::grad({twice}, parameters, {}, true, /*create_graph=*/true); }, {"create_graph"});
+  }
+  expect_error([&] { layer(options_with(-1, 0, 0)); }, {"experts", "balance_loss -1"});
+  MoeMlp biased = layer(options_with(0, 0, 0.1));
+  {
+    AuxiliaryLosses again;
+    again.add_to(at::zeros({}));
+    expect_error([&] { call(biased, batch(1)); }, {"a forward after add_to"});
+  }
+  biased->to(at::kBFloat16);
+  expect_error([&] { call(biased, batch(1).to(at::kBFloat16)); }, {"bias of a router", "float32"});
+  const at::NoGradGuard evaluation;
+  call(moe, batch(1));
+}
