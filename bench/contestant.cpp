@@ -294,6 +294,7 @@ nlohmann::json run_ours(const Task& task, ProcessWorld* processes, std::shared_p
 }
 
 std::optional<TensorParallel> cut_model(const Task& task, Model& model, const std::shared_ptr<MeshComm>& comms) {
+  if (task.expert_ranks > 1) return parallelize(model.ptr(), comms, expert_plan(task.expert_ranks));
   if (!task.mesh.has("tp")) return {};
   ParallelPlan plan = parallel_plan(task.sequence_parallel, task.overlap_pieces);
   plan.compare_replicas = false;  // few steps have this traffic, and the one whose calls are counted is as most are
@@ -305,7 +306,7 @@ std::optional<TensorParallel> cut_model(const Task& task, Model& model, const st
 Training::Training(const Task& task, const std::shared_ptr<MeshComm>& comms)
     : model(model_of(task)),
       parallel(cut_model(task, model, comms)),
-      cut(parallel ? &comms->along({"tp"}) : nullptr),
+      cut(task.mesh.has("tp") ? &comms->along({"tp"}) : nullptr),
       vocab(task.size.vocab),
       sharded(fully_shard(model.ptr(), comms, options_of(task))),
       optimizer(adamw(sharded, {.lr = task.lr})) {}
@@ -334,7 +335,7 @@ nlohmann::json run(const Task& task, ProcessWorld* processes, std::shared_ptr<Ti
   const bool single = task.contestant == "single";
   const int64_t tokens = task.size.batch * task.size.seq / (single ? 1 : task.data_ranks());
   const int64_t tp = single ? 1 : task.mesh.size() / task.data_ranks();
-  if (!task.bf16) {
+  if (!task.bf16 && task.size.experts == 0) {
     const int64_t activations = activation_bytes(task.size, tokens, tp, task.sequence_parallel && !single);
     result["formula_mib"] = result["live_mib"].get<double>() + static_cast<double>(activations) / 1048576;
   }

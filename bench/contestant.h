@@ -28,6 +28,7 @@ struct Task {
   shardproof::Mesh mesh;  // of the axes dp_replicate, dp_shard and tp
   bool sequence_parallel = false;
   int64_t overlap_pieces = 1;
+  int64_t expert_ranks = 1;  // so many neighbours share the experts of a block
   Size size;
   int64_t steps = 10, warmup = 2;
   double lr = 3e-4;
@@ -62,7 +63,7 @@ at::Tensor own_tokens(const Task& task, int64_t step, int64_t rank);
 
 // {"step_ms": [...], "losses": [...] (warm-up included), "peak_mib": of one rank, above the process before the model, or on a
 // GPU of what LibTorch allocated there, "calls", "bytes": of collectives in a step, "live_mib": largest bytes of parameters,
-// gradients, optimizer and communication of one rank, "formula_mib", in float32: these and activation_bytes of model.h,
+// gradients, optimizer and communication of one rank, "formula_mib", in float32 without experts: these and activation_bytes,
 // "check_percent", of steps with a FingerprintCheck and signatures: their processor time, of that of the rest of the step}
 // Of ours also "processor_ms": of steps of all ranks of the process, "tensor_mib": of the tensors of one rank at most,
 // after the first step; 0 where they are not counted, and "shared_mib_of_others": the other processes' part of memory that they

@@ -26,11 +26,14 @@ uint64_t mix(uint64_t x) {  // the finaliser of splitmix64 (Steele, Lea, Flood 2
 Size size_of(const std::string& name) {
   if (name == "gpt33m") return {name, 8, 512, 8, 8192, 128, 8};
   if (name == "gpt1b") return {name, 24, 1792, 14, 32768, 1024, 8};
-  SHARD_REQUIRE(name == "tiny", "bench", "there is no model '{}': there are gpt33m, gpt1b, tiny", name);
+  if (name == "moe38m") return {name, 4, 512, 8, 8192, 128, 8, /*experts=*/8};
+  if (name == "moe_tiny") return {name, 2, 64, 4, 256, 32, 8, /*experts=*/4};
+  SHARD_REQUIRE(name == "tiny", "bench", "there is no model '{}': there are gpt33m, gpt1b, tiny, moe38m, moe_tiny", name);
   return {name, 2, 64, 4, 256, 32, 8};
 }
 
-BlockImpl::BlockImpl(const Size& size) : head_size_(size.hidden / size.heads) {
+BlockImpl::BlockImpl(const Size& size)
+    : head_size_(size.hidden / size.heads), routing_{.experts = size.experts, .experts_per_token = 2} {
   const int64_t hidden = size.hidden;
   ln1_ = register_module("ln1", layer_norm(hidden));
   wq_ = register_module("wq", linear(hidden, hidden));
@@ -38,6 +41,11 @@ BlockImpl::BlockImpl(const Size& size) : head_size_(size.hidden / size.heads) {
   wv_ = register_module("wv", linear(hidden, hidden));
   wo_ = register_module("wo", linear(hidden, hidden));
   ln2_ = register_module("ln2", layer_norm(hidden));
+  if (size.experts > 0) {
+    router_ = register_module("router", linear(hidden, size.experts));
+    experts_ = register_module("experts", shardproof::Experts(size.experts, hidden, hidden));
+    return;
+  }
   fc1_ = register_module("fc1", linear(hidden, 4 * hidden));
   fc2_ = register_module("fc2", linear(4 * hidden, hidden));
 }
@@ -48,7 +56,14 @@ at::Tensor BlockImpl::forward(at::Tensor x) {
   const at::Tensor mixed =
       at::scaled_dot_product_attention(by_head(wq_), by_head(wk_), by_head(wv_), {}, 0.0, /*is_causal=*/true);
   x = x + call(wo_, mixed.transpose(1, 2).flatten(2));
-  return x + call(fc2_, at::gelu(call(fc1_, call(ln2_, x))));
+  return x + mlp(call(ln2_, x));
+}
+
+at::Tensor BlockImpl::mlp(const at::Tensor& x) {
+  if (!experts_) return call(fc2_, at::gelu(call(fc1_, x)));
+  const at::Tensor rows = x.flatten(0, 1);
+  const shardproof::Routes routes = shardproof::route(call(router_, rows), routing_);
+  return call(experts_, rows, routes.experts, routes.weights).view(x.sizes());
 }
 
 ModelImpl::ModelImpl(const Size& size) {
@@ -80,6 +95,10 @@ shardproof::ParallelPlan parallel_plan(bool sequence_parallel, int64_t overlap_p
   if (sequence_parallel) plan.sequence_dim = 1;
   plan.overlap_pieces = overlap_pieces;
   return plan;
+}
+
+shardproof::ParallelPlan expert_plan(int64_t ranks) {
+  return {.styles = {{"blocks.*.experts", shardproof::ExpertParallel{.ranks = ranks}}}};
 }
 
 int64_t activation_bytes(const Size& size, int64_t tokens, int64_t tp, bool sequence_parallel) {

@@ -2,8 +2,8 @@
 
 Usage: peer.py SPEC, where SPEC is a JSON object: strategy (ddp, ddp_zero1, fsdp2, fsdp2_zero2, dtensor, python_gloo), ours (the
 strategy of python_gloo), ranks, axes (of the mesh: [name, size], the names dp_replicate, dp_shard and tp), sequence_parallel,
-layers, hidden, heads, vocab, seq, batch, lr, steps, warmup, device (cpu, cuda), bf16, data (a file: float32 parameters in the
-order of `parameters`, then int64 tokens [steps, batch, seq + 1]).
+expert_ranks, layers, hidden, heads, vocab, seq, batch, experts (0: a block has one MLP), lr, steps, warmup, device (cpu, cuda),
+bf16, data (a file: float32 parameters in the order of `parameters`, then int64 tokens [steps, batch, seq + 1]).
 
 - `ddp_zero1` is DDP with ZeroRedundancyOptimizer, which updates after the backward: in its mode that overlaps both, the first
   steps update nothing.
@@ -11,6 +11,8 @@ order of `parameters`, then int64 tokens [steps, batch, seq + 1]).
 - `fsdp2_zero2` is `fsdp2` with reshard_after_forward=False: what a forward gathered stays whole until its backward, as in
   FSDP1's SHARD_GRAD_OP.
 - `dtensor` cuts along tp with parallelize_module, and shards that as `fsdp2` does.
+- `fsdp2` with expert_ranks lets so many neighbours along dp_shard have different experts, as torchtitan does: rows go to the
+  ranks of their experts by all_to_all_single, and fully_shard cuts experts over the ranks that hold the same ones.
 - `python_gloo` is Shardproof in the place of FSDP2, over Gloo as well.
 
 Starts its own ranks on loopback: over gloo, one thread each, or over nccl, a GPU each.
@@ -23,6 +25,9 @@ import subprocess
 import sys
 import time
 
+# The package's part that needs PyTorch alone, where a build has none.
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "python"))
+
 
 def parameters(spec):
     hidden, out = spec["hidden"], []
@@ -33,7 +38,12 @@ def parameters(spec):
         out += [(block + "ln1.weight", (hidden,)), (block + "ln1.bias", (hidden,))]
         out += [(block + name + ".weight", (hidden, hidden)) for name in ("wq", "wk", "wv", "wo")]
         out += [(block + "ln2.weight", (hidden,)), (block + "ln2.bias", (hidden,))]
-        out += [(block + "fc1.weight", (4 * hidden, hidden)), (block + "fc2.weight", (hidden, 4 * hidden))]
+        if spec["experts"]:
+            out.append((block + "router.weight", (spec["experts"], hidden)))
+            out.append((block + "experts.gate_up_proj", (spec["experts"], 2 * hidden, hidden)))
+            out.append((block + "experts.down_proj", (spec["experts"], hidden, hidden)))
+        else:
+            out += [(block + "fc1.weight", (4 * hidden, hidden)), (block + "fc2.weight", (hidden, 4 * hidden))]
     out += [("lnf.weight", (hidden,)), ("lnf.bias", (hidden,)), ("head.weight", (spec["vocab"], hidden))]
     return out
 
@@ -45,12 +55,31 @@ def make_model(spec):
 
     hidden, heads = spec["hidden"], spec["heads"]  # of the whole model; a rank along tp has some of the heads
 
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_up_proj = nn.Parameter(torch.zeros(spec["experts"], 2 * hidden, hidden))
+            self.down_proj = nn.Parameter(torch.zeros(spec["experts"], hidden, hidden))
+
+        def forward(self, x, experts, weights):
+            order, counts = experts.flatten().argsort(stable=True), experts.flatten().bincount(minlength=len(self.down_proj))
+            rows = x.index_select(0, order // experts.shape[1]).split(counts.tolist())
+            given = []
+            for own, gate_up, down in zip(rows, self.gate_up_proj.unbind(), self.down_proj.unbind()):
+                gate, up = (own @ gate_up.T).chunk(2, -1)
+                given.append((F.silu(gate) * up) @ down.T)
+            given = torch.cat(given).index_select(0, order.argsort())
+            return (given.view(*experts.shape, hidden) * weights.unsqueeze(-1)).sum(1)
+
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
             self.ln1, self.ln2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
             for name in ("wq", "wk", "wv", "wo"):
                 setattr(self, name, nn.Linear(hidden, hidden, bias=False))
+            if spec["experts"]:
+                self.router, self.experts = nn.Linear(hidden, spec["experts"], bias=False), Experts()
+                return
             self.fc1 = nn.Linear(hidden, 4 * hidden, bias=False)
             self.fc2 = nn.Linear(4 * hidden, hidden, bias=False)
 
@@ -59,7 +88,14 @@ def make_model(spec):
             q, k, v = (w(y).unflatten(-1, (-1, hidden // heads)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + self.wo(mixed.transpose(1, 2).flatten(2))
-            return x + self.fc2(F.gelu(self.fc1(self.ln2(x))))
+            return x + self.mlp(self.ln2(x))
+
+        def mlp(self, x):
+            if not spec["experts"]:
+                return self.fc2(F.gelu(self.fc1(x)))
+            rows = x.flatten(0, 1)
+            weights, experts = self.router(rows).softmax(-1).topk(2)
+            return self.experts(rows, experts, weights / weights.sum(-1, keepdim=True)).view_as(x)
 
     class Model(nn.Module):
         def __init__(self):
@@ -163,6 +199,33 @@ def cut(model, mesh, sequence_parallel):
                 norm.register_forward_hook(lambda module, inputs, output: output.redistribute(placements=[Replicate()]))
 
 
+def share_experts(spec, model, mesh, options):
+    """Leaves each rank its experts. Returns the parameters that nobody else has, so that there is nothing to shard."""
+    import torch
+    from shardproof.check.expert_exchange import exchanged
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    ranks, shared = mesh.size(), spec["expert_ranks"]
+    expert_mesh = init_device_mesh(spec["device"], (ranks // shared, shared), mesh_dim_names=("dp_shard", "ep"))
+    alone = set()
+    for block in model.blocks:
+        module = block.experts
+        module.forward = exchanged(module.forward, len(module.down_proj), expert_mesh.get_group("ep"))
+        for name, parameter in list(module.named_parameters()):
+            own = parameter.detach().chunk(shared)[expert_mesh.get_local_rank("ep")].clone()
+            setattr(module, name, torch.nn.Parameter(own))
+        if shared < ranks:
+            fully_shard(module, **dict(options, mesh=expert_mesh["dp_shard"]))
+            module.set_gradient_divide_factor(ranks)
+            module.set_force_sum_reduction_for_comms(True)
+        else:
+            alone.update(module.parameters())
+    for parameter in alone:
+        parameter.register_hook(lambda gradient: gradient.div_(ranks))
+    return alone
+
+
 def wrap(spec, model):
     import torch
     from torch.distributed.device_mesh import init_device_mesh
@@ -192,6 +255,8 @@ def wrap(spec, model):
     options = {"mesh": mesh, "mp_policy": bf16 if spec["bf16"] else MixedPrecisionPolicy()}
     if spec["strategy"] == "fsdp2_zero2":
         options["reshard_after_forward"] = False
+    if spec["expert_ranks"] > 1:
+        options["ignored_params"] = share_experts(spec, model, mesh, options)
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)

@@ -49,10 +49,10 @@ class BenchFiles(ScratchCase):
             self.skipTest("this build has no MPI")
         self.check(self.trace_of("--backend", "mpi"), 2)
 
-    def rows_of(self, *options):
-        """What --json has of each contestant, for two steps of the tiny model."""
+    def rows_of(self, *options, model="tiny"):
+        """What --json has of each contestant, for two steps of a tiny model."""
         path = self.path("rows.json")
-        done = subprocess.run([SHARDPROOF, "bench", "--model", "tiny", "--steps", "2", "--warmup", "1", "--rounds", "1",
+        done = subprocess.run([SHARDPROOF, "bench", "--model", model, "--steps", "2", "--warmup", "1", "--rounds", "1",
                                "--json", path, *options], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, text=True, check=False)
         self.assertEqual(done.returncode, 0, done.stdout)
@@ -81,6 +81,25 @@ class BenchFiles(ScratchCase):
         rows = self.rows_of("--strategy", "ddp", "--against", "fingerprint")
         self.assertEqual(rows["fingerprint"]["losses"], rows["ddp"]["losses"])
         self.assertEqual(rows["fingerprint"]["calls"], rows["ddp"]["calls"] + 1)
+
+    def test_experts_that_two_ranks_share_train_like_the_unsharded_step_and_like_those_of_fsdp2(self):
+        whole = self.rows_of("--against", "fsdp2", model="moe_tiny")
+        rows = self.rows_of("--expert-ranks", "2", "--against", "fsdp2", model="moe_tiny")
+        # In each of two layers: how many rows go where, and the rows to their experts and back, forwards and backwards.
+        # Experts that one rank has alone are neither gathered nor reduced, so that fewer bytes are moved.
+        for name in ("fsdp2", "zero3"):
+            self.assertEqual(rows[name]["calls"], whole[name]["calls"] + 2 * 5, name)
+            self.assertLess(rows[name]["bytes"], whole[name]["bytes"], name)
+
+    def test_experts_that_nobody_can_share_are_an_error_before_anything_runs(self):
+        for given, said in ((["--model", "tiny", "--expert-ranks", "2"], "which has no experts"),
+                            (["--model", "moe_tiny", "--expert-ranks", "3"], "must divide the 2 ranks"),
+                            (["--model", "moe_tiny", "--expert-ranks", "2", "--against", "ddp"], "only fsdp2 shares experts"),
+                            (["--model", "moe_tiny", "--mesh", "dp_shard=2,tp=2"], "nothing cuts it along tp")):
+            done = subprocess.run([SHARDPROOF, "bench", *given], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                  stderr=subprocess.STDOUT, text=True, check=False)
+            self.assertEqual(done.returncode, 2, done.stdout)
+            self.assertIn(said, done.stdout)
 
     def test_curves_of_scaling_have_a_dot_for_each_cost_of_each_row(self):
         path = self.path("curves.svg")

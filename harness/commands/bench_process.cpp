@@ -24,8 +24,8 @@ double median(std::vector<double> values) {
 }
 
 json model_spec(const bench::Size& size) {
-  return {{"layers", size.layers}, {"hidden", size.hidden}, {"heads", size.heads},
-          {"vocab", size.vocab},   {"seq", size.seq},       {"batch", size.batch}};
+  return {{"layers", size.layers}, {"hidden", size.hidden}, {"heads", size.heads},    {"vocab", size.vocab},
+          {"seq", size.seq},       {"batch", size.batch},   {"experts", size.experts}};
 }
 
 }  // namespace harness

@@ -66,8 +66,9 @@ bool is_peer(const std::string& contestant) {
 
 // What the last line says of a mesh.
 std::string with_of(const bench::Task& task) {
-  return fmt::format("{}{}{}{}", task.sequence_parallel ? " with sequence parallelism" : "",
+  return fmt::format("{}{}{}{}{}", task.sequence_parallel ? " with sequence parallelism" : "",
                      task.overlap_pieces > 1 ? fmt::format(", products in {} pieces", task.overlap_pieces) : "",
+                     task.expert_ranks > 1 ? fmt::format(", experts shared by {} ranks", task.expert_ranks) : "",
                      task.sharding.empty() ? "" : ", ", fmt::join(task.sharding, ", "));
 }
 
@@ -80,6 +81,7 @@ json spec_of(const Arguments& a, const std::string& contestant) {
                {"ranks", a.task.mesh.size()},
                {"axes", axes},
                {"sequence_parallel", a.task.sequence_parallel},
+               {"expert_ranks", a.task.expert_ranks},
                {"lr", a.task.lr},
                {"steps", a.task.steps},
                {"warmup", a.task.warmup},
@@ -105,11 +107,11 @@ std::string command_of(const Arguments& a, const std::string& contestant) {
   for (const std::string& text : a.task.sharding) set += " --set " + shell_word(text);
   const std::string options = processes ? " --backend " + backend + a.launched.given() : "";
   return fmt::format(
-      "{}'{}' bench{} --device {} --worker {} --strategy {} --mesh {}{} --overlap-pieces {} --model {} --precision {} "
-      "--steps {} --warmup {}{}{}{}{}",
+      "{}'{}' bench{} --device {} --worker {} --strategy {} --mesh {}{} --overlap-pieces {} --expert-ranks {} --model {} "
+      "--precision {} --steps {} --warmup {}{}{}{}{}",
       start, program.string(), options, a.launched.options.device, contestant, a.task.strategy, a.task.mesh.str(),
-      a.task.sequence_parallel ? " --sequence-parallel" : "", a.task.overlap_pieces, a.model, a.precision, a.task.steps,
-      a.task.warmup, set, a.machine.empty() ? "" : " --count-tensors",
+      a.task.sequence_parallel ? " --sequence-parallel" : "", a.task.overlap_pieces, a.task.expert_ranks, a.model, a.precision,
+      a.task.steps, a.task.warmup, set, a.machine.empty() ? "" : " --count-tensors",
       a.spans.empty() ? "" : fmt::format(" --spans '{}'", a.spans),
       a.profiles && contestant == "ours" ? fmt::format(" --profile '{}'", a.task.profile) : "");
 }
@@ -154,6 +156,7 @@ bool report(const Arguments& a, const std::vector<std::string>& order, const std
                {"mesh", name == "single" ? "" : a.task.mesh.str()},
                {"sequence_parallel", a.task.sequence_parallel},
                {"overlap_pieces", a.task.overlap_pieces},
+               {"expert_ranks", a.task.expert_ranks},
                {"set", a.task.sharding},
                {"allocator", allocator_name()},
                {"step_ms_median", median(row.step_ms)},
@@ -211,6 +214,26 @@ shardproof::Mesh mesh_of(const Arguments& a) {
   return shardproof::Mesh(own);
 }
 
+// How many rows go where is known only when tokens are there, so nothing predicts such a step.
+void require_experts(const Arguments& a, const std::vector<std::string>& order) {
+  const int64_t experts = a.task.size.experts, ranks = a.task.expert_ranks;
+  SHARD_REQUIRE(ranks == 1 || experts > 0, "bench", "--expert-ranks {} with {}, which has no experts; take --model moe38m",
+                ranks, a.model);
+  if (experts == 0) return;
+  SHARD_REQUIRE(!a.task.mesh.has(axes::tp) && a.machine.empty() && !a.task.bf16 && !a.on_gpu(), "bench",
+                "{} trains in float32 on the CPU, and nothing cuts it along tp or predicts it, got --mesh {}, --precision {} "
+                "and --device {}{}",
+                a.model, a.task.mesh.str(), a.precision, a.launched.options.device,
+                a.machine.empty() ? "" : " and --machine " + a.machine);
+  SHARD_REQUIRE(a.task.mesh.size() % ranks == 0 && experts % ranks == 0, "bench",
+                "--expert-ranks must divide the {} ranks of --mesh {} and the {} experts of {}, got {}", a.task.mesh.size(),
+                a.task.mesh.str(), experts, a.model, ranks);
+  for (const std::string& name : order)
+    SHARD_REQUIRE(ranks == 1 || !is_peer(name) || (name == "fsdp2" && !a.task.mesh.has(axes::dp_replicate)), "bench",
+                  "of PyTorch's contestants only fsdp2 shares experts, on a mesh of dp_shard alone; leave {} out of --against",
+                  name);
+}
+
 void require_mesh(const Arguments& a, const std::vector<std::string>& order) {
   const shardproof::Mesh& mesh = a.task.mesh;
   const bench::Size& size = a.task.size;
@@ -228,6 +251,7 @@ void require_mesh(const Arguments& a, const std::vector<std::string>& order) {
   SHARD_REQUIRE(!a.task.sequence_parallel || (tp > 1 && size.seq % tp == 0), "bench",
                 "--sequence-parallel needs an axis tp that divides the {} tokens of a sequence, got --mesh {}", size.seq,
                 mesh.str());
+  require_experts(a, order);
   for (const std::string& name : order) {
     if (!is_peer(name)) continue;
     SHARD_REQUIRE(name != "python_gloo" || (!a.on_gpu() && !a.task.bf16), "bench",
@@ -383,8 +407,14 @@ void add_bench_command(CLI::App& app, int& exit_code) {
                    "cut our products along tp into so many pieces of the batch, each sent while the next one is multiplied")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
+  command
+      ->add_option("--expert-ranks", a->task.expert_ranks,
+                   "let so many neighbours along the data-parallel ranks share the experts of a model that has some")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   add_sharding_options(*command, a->task.sharding);
-  command->add_option("--model", a->model, "the model: gpt33m, gpt1b or tiny")->capture_default_str();
+  command->add_option("--model", a->model, "the model: gpt33m, gpt1b or tiny; moe38m or moe_tiny, which have experts")
+      ->capture_default_str();
   command->add_option("--precision", a->precision, "fp32; or bf16, where parameters and sums of gradients stay in float32")
       ->check(CLI::IsMember({"fp32", "bf16"}))
       ->capture_default_str();

@@ -56,7 +56,10 @@ class StyledCall {
  public:
   StyledCall(const Mirror& mirror, const py::object& module) : image_(mirror.find(module)) {}
 
-  bool has_style() const { return parallel_hooks(*image_) != nullptr; }
+  bool has_style() const {
+    const ParallelHooks* hooks = parallel_hooks(*image_);
+    return hooks && (!hooks->only_places() || shares_experts());  // experts of one rank run as ever
+  }
   bool shares_experts() const { return expert_group(*image_) != nullptr; }
   Dispatch dispatch(const at::Tensor& chosen, int64_t count) const { return {chosen, count, expert_group(*image_)}; }
   at::Tensor run(const py::function& forward, const at::Tensor& input) const {

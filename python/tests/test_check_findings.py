@@ -30,6 +30,7 @@ SAID = {
     "010": "require placement changes",
     "011": "",
     "018": "Expected device to be set",
+    "020": "",
 }
 if not torch.__version__.startswith("2.11."):
     SAID["002"] = "would remove or reshape sharded dimension"  # before the norm that the finding is about

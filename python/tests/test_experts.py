@@ -42,6 +42,16 @@ class Own(nn.Module):
         return self.head(x + self.experts(x, experts, weights)).unflatten(0, tokens.shape)
 
 
+class Dropping(Own):
+    """Choices that weigh little go nowhere, and with them some tokens."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens).flatten(0, 1)
+        weights, experts = self.router(x).softmax(-1).topk(2)
+        experts = experts.masked_fill(weights < 0.3, -1)
+        return self.head(x + self.experts(x, experts, weights)).unflatten(0, tokens.shape)
+
+
 def mixtral():
     return transformers.MixtralForCausalLM(
         transformers.MixtralConfig(
@@ -62,7 +72,10 @@ def qwen3_moe():
 
 
 OF_TRANSFORMERS = "model.layers.*.mlp.experts"
-MODELS = {"own": (Own, "experts"), "mixtral": (mixtral, OF_TRANSFORMERS), "qwen3": (qwen3_moe, OF_TRANSFORMERS)}
+MODELS = {
+    "own": (Own, "experts"), "dropping": (Dropping, "experts"),
+    "mixtral": (mixtral, OF_TRANSFORMERS), "qwen3": (qwen3_moe, OF_TRANSFORMERS),
+}  # fmt: skip
 
 
 def loss_of(model, tokens):
@@ -88,7 +101,7 @@ def plain(model, world, steps):
     return norms, dict(own.named_parameters())
 
 
-@pytest.mark.parametrize("sharing", [2, 4])
+@pytest.mark.parametrize("sharing", [1, 2, 4])
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_experts_that_ranks_share_train_as_the_whole_model_does(kind, strategy, sharing):
@@ -101,8 +114,8 @@ def test_experts_that_ranks_share_train_as_the_whole_model_does(kind, strategy, 
         own = copy.deepcopy(model)
         comms = shardproof.MeshComm(comm, "dp_shard=4")
         parallel = shardproof.parallelize(own, comms, plan={pattern: ExpertParallel(sharing)})
-        assert parallel.parameters()
-        units = [Experts] if kind == "own" else None
+        assert bool(parallel.parameters()) == (sharing > 1)
+        units = [Experts] if pattern == "experts" else None
         sharded = shardproof.fully_shard(own, comms, units=units, strategy=strategy)
         optimizer = shardproof.adamw(sharded, lr=0.01, weight_decay=0.01)
         found = []
@@ -116,6 +129,46 @@ def test_experts_that_ranks_share_train_as_the_whole_model_does(kind, strategy, 
         assert found == pytest.approx(norms, rel=1e-4)
         for name, value in expected.items():
             assert torch.allclose(parameters[name], value, rtol=1e-3, atol=2e-4), name
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(6, 5)
+        self.experts = Experts(5, 6)
+
+    def forward(self, x):
+        rows = x.flatten(0, 1)
+        weights, experts = self.router(rows).softmax(-1).topk(2)
+        return x + self.experts(rows, experts, weights).view_as(x)
+
+
+@pytest.mark.parametrize("sequence_dim", [None, 1])
+def test_a_layer_of_experts_is_whole_beside_tensor_parallelism(sequence_dim):
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Embedding(12, 6), Layer(), nn.LayerNorm(6), nn.Linear(6, 12))
+    own = copy.deepcopy(model)
+    for rank in range(2):
+        (loss_of(own, tokens_of(rank, 0)) / 2).backward()
+    plan = {
+        "0": shardproof.VocabParallel(), "1": shardproof.WholeSequence(), "1.experts": ExpertParallel(2),
+        "2": shardproof.SequenceParallel(), "3": shardproof.ColumnParallel(gather_output=True),
+    }  # fmt: skip
+
+    def body(comm):
+        sharded_model = copy.deepcopy(model)
+        comms = shardproof.MeshComm(comm, "dp_shard=2,tp=2")
+        parallel = shardproof.parallelize(sharded_model, comms, plan=plan, sequence_dim=sequence_dim)
+        sharded = shardproof.fully_shard(sharded_model, comms)
+        loss_of(sharded_model, tokens_of(comms.rank // 2, 0)).backward()
+        assert parallel.parameters()
+        optimizer = shardproof.sgd(sharded, lr=1.0)
+        optimizer.step()
+        return sharded.gather()
+
+    for parameters in shardproof.run_threads(4, body):
+        for name, value in own.named_parameters():
+            assert torch.allclose(parameters[name], (value - value.grad).detach(), rtol=1e-4, atol=1e-5), name
 
 
 def test_a_rank_whose_experts_get_no_rows_takes_part_in_the_backward():

@@ -68,7 +68,7 @@ def check(
         Keyword argument of `parallelize` -> values to draw from, the simplest first. `precision` is the dtype that it
         computes in.
     settings
-        Further fields of `Subject`.
+        Further fields of `Subject`, such as `ep`, the numbers of ranks that may share experts.
 
     Returns
     -------

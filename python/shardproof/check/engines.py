@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any, Callable, Sequence
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from . import models
+from .expert_exchange import exchanged
 from .plan import CLIPS, OPTIMIZERS, Subject
 from .train import Sharded
 
@@ -46,12 +49,15 @@ def fsdp2(
     reshard: bool | int = True,
     precision: torch.dtype | None = None,
     fully_shard: Callable | None = None,
+    ignored: set[nn.Parameter] | None = None,
 ) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.fsdp import fully_shard as of_torch
 
     fully_shard = fully_shard or of_torch
     settings: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard}
+    if ignored:
+        settings["ignored_params"] = ignored
     if precision is not None:
         settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
     for unit in model.blocks if units == "blocks" else () if units == "root" else units:
@@ -126,6 +132,69 @@ def hsdp(
     return fsdp2(model, mesh["dp_replicate", "dp_shard"], units, reshard, precision)
 
 
+def fsdp2_ep(
+    model: nn.Module,
+    mesh,
+    ep: int = 1,
+    units: Units = "root",
+    reshard: bool | int = True,
+    clip: str = "by_mesh",
+    over_one: bool = False,
+) -> nn.Module | Sharded:
+    """As torchtitan does it: the ranks along dp are a mesh of their own for experts, which `ep` neighbours share. Without
+    `over_one` experts that only one rank holds are left to nobody, since FSDP2 divides their gradients twice."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    ranks = mesh["dp"].size()
+    alone: set[nn.Parameter] = set()
+    expert_mesh = init_device_mesh(mesh.device_type, (ranks // ep, ep), mesh_dim_names=("dp_shard", "ep"))
+    for module in [module for name, module in model.named_modules() if name.endswith("experts")]:
+        count = len(next(module.parameters()))
+        module.forward = exchanged(module.forward, count, expert_mesh.get_group("ep"))
+        for name, p in list(module.named_parameters()):
+            cut = distribute_tensor(p.detach(), expert_mesh["ep"], [Shard(0)], src_data_rank=None)
+            setattr(module, name, nn.Parameter(cut, p.requires_grad))
+        # What other ranks along ep would have added they have sent, so it is divided by all ranks, as other gradients are.
+        if ep < ranks or over_one:
+            fully_shard(module, mesh=expert_mesh["dp_shard"], reshard_after_forward=reshard)
+            module.set_gradient_divide_factor(ranks)
+            module.set_force_sum_reduction_for_comms(True)  # Gloo cannot multiply
+        else:
+            alone.update(module.parameters())
+    for p in [p for p in alone if p.requires_grad]:
+        p.register_hook(lambda gradient: gradient / ranks)
+    return _clipped(fsdp2(model, mesh, units, reshard, ignored=alone), clip)
+
+
+def ours_ep(model: nn.Module, mesh, ep: int = 1, units: Units = "root", strategy: str = "zero3") -> Sharded:
+    from .. import ExpertParallel, fully_shard, parallelize, torch_optimizer
+    from ..shard_parameter import comms_of
+    from .trained import held_of
+
+    comms, names = comms_of(mesh), [name for name, _ in model.named_parameters()]
+    parallelize(model, comms, plan={"blocks.*.experts": ExpertParallel(ep)})
+    sharded = fully_shard(model, comms, strategy=strategy, units=list(model.blocks) if units == "blocks" else ())
+
+    @contextlib.contextmanager
+    def microbatch(index: int, count: int):
+        sharded.set_last_microbatch(index + 1 == count)
+        yield
+
+    def by_name(pieces: list) -> dict[str, list]:
+        held = held_of(pieces)
+        return {name: held.get(name, []) for name in names}
+
+    return Sharded(
+        model,
+        wrap_optimizer=lambda parameters, kind, **settings: torch_optimizer(kind, sharded, parameters, **settings),
+        clip=sharded.clip_gradients,
+        microbatch=microbatch,
+        parameters=lambda: by_name(sharded.main_parameters()),
+        gradients=lambda: by_name(sharded.gradients()),
+    )
+
+
 UNITS = {"units": ("root", "blocks"), "reshard": (True, False)}
 MIXED = {**UNITS, "precision": (None, None, None, torch.bfloat16)}
 
@@ -150,6 +219,17 @@ ENGINES: dict[str, Subject] = {
         clips=FINITE,
         name="shardproof-fsdp",
     ),
+    "shardproof-ep": Subject(
+        ours_ep,
+        models.make_expert_model,
+        models.make_expert_batch,
+        models.loss,
+        ep=(1, 2, 3, 4),
+        options={"units": UNITS["units"], "strategy": ("zero3", "ddp", "zero1", "zero2")},
+        no_sync=False,
+        load=False,
+        name="shardproof-ep",
+    ),
     "torch-tp": Subject(tp, **EVEN, mesh={"tp": (1, 2, 3)}, no_sync=False, known=KNOWN, clips=FINITE, name="torch-tp"),
     "torch-fsdp2-tp": Subject(
         fsdp2_tp,
@@ -160,6 +240,17 @@ ENGINES: dict[str, Subject] = {
         known=KNOWN,
         clips=FINITE,
         name="torch-fsdp2-tp",
+    ),
+    "torch-fsdp2-ep": Subject(
+        fsdp2_ep,
+        models.make_expert_model,
+        models.make_expert_batch,
+        models.loss,
+        ep=(1, 2, 3, 4),
+        options=UNITS,
+        known=KNOWN,
+        clips=FINITE,
+        name="torch-fsdp2-ep",
     ),
     "torch-hsdp": Subject(
         hsdp,
@@ -180,6 +271,7 @@ WIDER: dict[str, dict[str, Sequence[Any]]] = {
     "torch-ddp": {"static": (False, True)},
     "torch-tp": {"clip": ("by_mesh", "torch")},
     "torch-fsdp2-tp": {"clip": ("by_mesh", "torch")},
+    "torch-fsdp2-ep": {"clip": ("by_mesh", "torch"), "over_one": (False, True)},
 }
 
 
@@ -187,4 +279,5 @@ def with_known(name: str) -> Subject:
     """An engine with all that is known to fail: known findings count as failures, and what leads to them is drawn."""
     subject = ENGINES[name]
     options = {**subject.options, **WIDER.get(name, {})}
-    return replace(subject, make_model=models.make_model, known={}, clips=CLIPS, optimizers=tuple(OPTIMIZERS), options=options)
+    make_model = models.make_model if subject.make_model is models.make_even_model else subject.make_model
+    return replace(subject, make_model=make_model, known={}, clips=CLIPS, optimizers=tuple(OPTIMIZERS), options=options)

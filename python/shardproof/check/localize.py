@@ -74,7 +74,9 @@ def _factor(case: Any, comparison: Any, wrong: torch.Tensor, close: float) -> li
     if abs(factor - 1) < close or not _near(wrong, factor * truth, close):
         return []
     segment = case.plan.segments[comparison.segment]
-    sizes = {f"the size of {axis}": size for axis, size in segment.mesh.items() if size > 1}
+    # Where a smaller `ep` shows the failure as well, a counterexample has that.
+    sizes = {"ep, the number of ranks that have different experts": segment.ep} if segment.ep else {}
+    sizes.update({f"the size of {axis}": size for axis, size in segment.mesh.items() if size > 1})
     sizes["the number of ranks"] = segment.ranks
     sizes["the number of microbatches"] = segment.steps[comparison.step].microbatches
     known = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 from .draw import Draw
 
@@ -64,6 +65,54 @@ class Conv(nn.Module):
         return self.head(x.mean(2))
 
 
+class Experts(nn.Module):
+    """Two matrices for each expert, one expert behind the other along the first dim."""
+
+    def __init__(self, count: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(count, hidden, width) / width**0.5)
+        self.down = nn.Parameter(torch.randn(count, width, hidden) / hidden**0.5)
+
+    def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """For each row of x the sum of what its experts give, times their weights."""
+        up, down = (p.to_local() if isinstance(p, DTensor) else p for p in (self.up, self.down))
+        order = experts.flatten().argsort(stable=True)
+        counts = experts.flatten().bincount(minlength=len(up)).tolist()
+        parts = x.index_select(0, order // experts.shape[1]).split(counts)
+        given = torch.cat([torch.tanh(part @ u.T) @ d.T for part, u, d in zip(parts, up.unbind(), down.unbind())])
+        return (given[order.argsort()].view(*experts.shape, x.shape[1]) * weights.unsqueeze(-1)).sum(1)
+
+
+class Mixture(nn.Module):
+    """A block of experts, of which each token gets some."""
+
+    def __init__(self, width: int, hidden: int, count: int, each: int) -> None:
+        super().__init__()
+        self.each = each
+        self.router = nn.Linear(width, count, bias=False)
+        self.experts = Experts(count, width, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, -2)
+        weights, experts = self.router(rows).softmax(-1).topk(self.each)
+        return x + self.experts(rows, experts, weights).view_as(x)
+
+
+class Mixtures(nn.Module):
+    def __init__(self, vocabulary: int, width: int, hidden: int, layers: int, each: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Mixture(width, hidden, EXPERTS, each) for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+EXPERTS = 12  # which 1 to 4 ranks have in equal parts
 KINDS = ("mlp", "tied", "conv")
 
 
@@ -86,11 +135,21 @@ def make_model(draw: Draw, even: bool = False) -> nn.Module:
     return Mlp(draw.integer("features", 1, 6), width, hidden, draw.integer("classes", 1, 5), layers, bias, norm)
 
 
+def make_expert_model(draw: Draw) -> nn.Module:
+    """Layers of experts between an embedding and a head."""
+    layers, width, hidden = draw.integer("layers", 1, 2), draw.integer("width", 1, 9), draw.integer("hidden", 1, 9)
+    return Mixtures(draw.integer("vocabulary", 2, 9), width, hidden, layers, draw.integer("each", 1, 3))
+
+
+def make_expert_batch(draw: Draw, generator: torch.Generator, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, and those that follow them."""
+    tokens = torch.randint(0, draw.integer("vocabulary", 2, 9), (count, 4), generator=generator)
+    return tokens[:, :3], tokens[:, 1:]
+
+
 def make_batch(draw: Draw, generator: torch.Generator, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     if draw.choice("model", KINDS) == "tied":
-        vocabulary = draw.integer("vocabulary", 2, 9)
-        tokens = torch.randint(0, vocabulary, (count, 4), generator=generator)
-        return tokens[:, :3], tokens[:, 1:]
+        return make_expert_batch(draw, generator, count)
     features, classes = draw.integer("features", 1, 6), draw.integer("classes", 1, 5)
     inputs = torch.randn(count, features, generator=generator, dtype=torch.float64)
     return inputs, torch.randn(count, classes, generator=generator, dtype=torch.float64)

@@ -38,6 +38,9 @@ class Subject:
     loss: Callable[[Any, Any], torch.Tensor]
     mesh: Mapping[str, Sequence[int]] = field(default_factory=lambda: {"dp": (1, 2, 3, 4)})
     options: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    ep: Sequence[int] = ()
+    """How many neighbours among the data-parallel ranks may have different experts. `parallelize` is given one of those that
+    divide these ranks as `ep`, in each segment another one. Empty: the engine does not know `ep`, and is not given it."""
     optimizers: Sequence[str] = ("sgd", "momentum", "adamw")
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.float64)
     clips: Sequence[tuple[float, float] | None] = CLIPS
@@ -54,6 +57,10 @@ class Subject:
     patience: float = 30.0
     """Seconds of silence after which ranks that still wait are taken for hung."""
     name: str = "check"
+
+    def __post_init__(self) -> None:
+        if self.ep and ("ep" in self.options or "ep" in self.mesh):
+            raise ValueError("ep is drawn by itself, as what divides the data-parallel ranks: take it out of options and mesh")
 
     strict = False
     """Whether all that a model has and sees is the plain one's, norms are known where nothing is clipped, and parameters that
@@ -148,6 +155,8 @@ class Segment:
     saved: int | None = None
     """After how many of its steps it saves, None if it does not."""
     strategy: str = ""
+    ep: int = 0
+    """As of Subject; 0: the engine is not told."""
 
     @property
     def ranks(self) -> int:
@@ -176,6 +185,10 @@ class Plan:
     frozen: int = 0
     checkpoint: str = "dcp"
     mode: str = "fast"
+
+    def options_of(self, segment: Segment) -> dict[str, Any]:
+        """What `parallelize` is given in a segment."""
+        return {**self.options, "ep": segment.ep} if segment.ep else self.options
 
     @property
     def precision(self) -> torch.dtype | None:
@@ -226,7 +239,10 @@ def _draw_segment(draw: Draw, subject: Subject, index: int) -> Segment:
         count = draw.integer(name + "microbatches", 1, 3)
         every = draw.integer(name + "sync", 1, count) if subject.no_sync else 1
         steps.append(Step(count, every, draw.choice(name + "clip", subject.clips)))
-    return Segment(mesh, steps)
+    segment = Segment(mesh, steps)
+    if subject.ep:
+        segment.ep = draw.choice(f"{prefix}ep", [each for each in subject.ep if segment.data_ranks % each == 0] or [1])
+    return segment
 
 
 def optimizer_of(text: str) -> tuple[Any, dict[str, Any]]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 {imports}
 
 SEGMENTS = {segments}
-OPTIONS = {options}
+OPTIONS = {options}  # of each segment
 DTYPE = {dtype}
 SAMPLES = {samples}
 
@@ -108,7 +108,7 @@ def train_rank(rank, s, folder):
                             timeout=timedelta(seconds=30))
     mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     model = base_model()
-{spoil}    module = parallelize_call(model, mesh)
+{spoil}    module = parallelize_call(model, mesh, OPTIONS[s])
 {unwrap}    optimizer = optimizer_of(module.parameters(), wrap)
 {load}    position, pieces = 0, 1
     for axis, coordinate in zip(mesh.mesh_dim_names, mesh.get_coordinate()):
@@ -228,7 +228,8 @@ def _script(subject: Subject, verdict: Verdict) -> str:
     name = subject.loss.__name__
     if name != "loss":
         parts.append(f"\nloss = {name}\n")
-    parts.append(f"\ndef parallelize_call(model, mesh):\n    return {subject.parallelize.__name__}({given}**OPTIONS)\n\n")
+    called = f"{subject.parallelize.__name__}({given}**options)"
+    parts.append(f"\ndef parallelize_call(model, mesh, options):\n    return {called}\n\n")
     parts.append(_training(subject, plan, uses_sharded))
     return "".join(parts)
 
@@ -267,7 +268,7 @@ def _head(subject: Subject, plan: Plan, verdict: Verdict, imports: list[str]) ->
         line=verdict.line,
         imports="\n".join(needed + imports),
         segments=repr(segments).replace("inf", "math.inf"),
-        options=repr(plan.options),
+        options=repr([plan.options_of(segment) for segment in plan.segments]),
         dtype=plan.dtype,
         samples=plan.samples,
         values={name: index for name, index in verdict.values.items() if index and name in model_choices(subject, verdict)},

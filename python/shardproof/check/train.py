@@ -33,7 +33,8 @@ class Sharded:
     microbatch
         `microbatch(index, count)` is a context for one forward and backward, for accumulation in a way of its own.
     parameters, gradients
-        Give the parameters and gradients by the names of the plain model, where `named_parameters()` does not.
+        Give the parameters and gradients by the names of the plain model, where `named_parameters()` does not. A value may be
+        a list of `Piece`.
     after_build
         `after_build(optimizer)` may replace the optimizer or prepare it.
     """
@@ -106,7 +107,7 @@ class ForeignRank(Rank):
         mesh = init_device_mesh("cpu", tuple(segment.mesh.values()), mesh_dim_names=tuple(segment.mesh))
         if index:
             spoil(model)
-        made = call(case.subject.parallelize, case.draw, model, mesh, **case.plan.options)
+        made = call(case.subject.parallelize, case.draw, model, mesh, **case.plan.options_of(segment))
         self.sharded = made if isinstance(made, Sharded) else Sharded(made)
         super().__init__(case, index, self.sharded.module)
         self.place = case.place(index, dist.get_rank())
@@ -151,8 +152,10 @@ class ForeignRank(Rank):
         load(self.sharded.module, self.optimizer, os.path.join(folder, str(self.index - 1)), self.plan.checkpoint)
 
 
-def piece_of(tensor: torch.Tensor) -> Piece:
+def piece_of(tensor: torch.Tensor | list[Piece]) -> Piece | list[Piece]:
     """The rank's own part of a tensor, with where it belongs."""
+    if isinstance(tensor, list):
+        return tensor
     if not isinstance(tensor, DTensor):
         return Piece(tensor.detach().clone(), tuple(tensor.shape))
     local = tensor.to_local()

@@ -142,12 +142,17 @@ class LibraryRank(Rank):
         load(os.path.join(folder, "saved"), self.sharded, self.optimizer, scaler=self.scaler)
 
 
-def by_name(kind: str, pieces: list) -> dict[str, list[Piece]]:
+def held_of(pieces: list) -> dict[str, list[Piece]]:
     """What a rank holds of each parameter."""
     found: dict[str, list[Piece]] = {}
     for each in pieces:
-        found.setdefault(f"{kind} {each.name}", []).append(Piece(each.data.detach().clone(), flat=(each.begin, each.end)))
+        found.setdefault(each.name, []).append(Piece(each.data.detach().clone(), flat=(each.begin, each.end)))
     return found
+
+
+def by_name(kind: str, pieces: list) -> dict[str, list[Piece]]:
+    """The same by names of values that are compared."""
+    return {f"{kind} {name}": held for name, held in held_of(pieces).items()}
 
 
 def pieces_of_state(sharded: Sharded, optimizer: Any) -> dict[str, list]:
