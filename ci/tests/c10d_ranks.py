@@ -47,8 +47,9 @@ def main():
         assert total.tolist() == [dist.get_world_size()] * 2
     elif action == "made_groups":
         c10d_driver.check_collectives(group, Groups(store))
+        ordered = Sorted(dist.PrefixStore("sorted", store))  # lives on: a neighbour may still be connecting to its groups
         try:
-            c10d_driver.check_collectives(group, Sorted(dist.PrefixStore("sorted", store)))
+            c10d_driver.check_collectives(group, ordered)
         except RuntimeError as error:
             assert "in this order" in str(error), error
         else:
