@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "golden/curves.h"
 
@@ -23,16 +24,25 @@ struct Head {
     return a.mask.empty() ? 1 : a.mask[static_cast<size_t>((index * a.q.rows + i) * a.q.rows + j)];
   }
 
-  // The powers of the keys that query i sees, over the largest one.
+  bool sees(int64_t i, int64_t j) const { return a.hidden.empty() || !a.hidden[static_cast<size_t>(i * a.q.rows + j)]; }
+
+  // The powers of the keys up to query i, over the largest one that it sees; 0 of those that it does not see.
   std::vector<double> powers(int64_t i) const {
     std::vector<double> scores;
     for (int64_t j = 0; j <= i; ++j) {
+      if (!sees(i, j)) {
+        scores.push_back(-std::numeric_limits<double>::infinity());
+        continue;
+      }
       Sum dot;
       for (int64_t d = 0; d < width; ++d) dot.add_product(a.q.at(i, first + d), a.k.at(j, key_first + d));
       scores.push_back(dot.value() * scale());
     }
     const double most = *std::max_element(scores.begin(), scores.end());
-    for (double& score : scores) score = exp(score - most);
+    for (int64_t j = 0; j <= i; ++j) {
+      double& score = scores[static_cast<size_t>(j)];
+      score = sees(i, j) ? exp(score - most) : 0;
+    }
     return scores;
   }
 };

@@ -13,6 +13,7 @@ struct Attention {
   Matrix q, k, v;
   int64_t heads = 1, kv_heads = 1;
   std::vector<double> mask = {};  // of dropout, [heads, T, T]; empty: none
+  std::vector<char> hidden = {};  // [T, T], where query i does not see key j <= i; empty: nowhere
 };
 
 // [T, heads * width]

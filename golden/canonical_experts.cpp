@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "golden/curves.h"
+#include "golden/experts.h"
 
 namespace golden::exact {
 namespace {
@@ -167,17 +168,29 @@ std::vector<double> Mixture::route_backward(const Route& route, std::vector<doub
   return whole;
 }
 
-Matrix Mixture::forward(const Matrix& x) {
+std::vector<bool> Mixture::dropped(int64_t length) const {
+  std::vector<int64_t> experts;
+  std::vector<double> weights;
+  for (const Route& route : routes_) {
+    experts.insert(experts.end(), route.experts.begin(), route.experts.end());
+    weights.insert(weights.end(), route.weights.begin(), route.weights.end());
+  }
+  return dropped_choices(llama_, length, experts, weights);
+}
+
+// What is dropped is no expert's row. Its output is zero, and therefore the gradient of its weight.
+Matrix Mixture::forward(const Matrix& x, int64_t length) {
   x_ = x;
   const int64_t each = llama_.experts_per_token, width = llama_.expert_width;
   const Matrix logits = store_.linear(name_ + "gate", x);
   for (int64_t t = 0; t < x.rows; ++t) routes_.push_back(route(rows_of(logits, t, 1).values));
+  const std::vector<bool> dropped = this->dropped(length);
   outputs_ = Matrix(x.rows * each, x.columns);
   for (int64_t e = 0; e < llama_.experts; ++e) {
     Expert own;
     for (int64_t t = 0; t < x.rows; ++t)
       for (int64_t j = 0; j < each; ++j)
-        if (routes_[size_t(t)].experts[size_t(j)] == e) own.rows.push_back(t * each + j);
+        if (routes_[size_t(t)].experts[size_t(j)] == e && !dropped[size_t(t * each + j)]) own.rows.push_back(t * each + j);
     own.x = Matrix(std::ssize(own.rows), x.columns);
     for (int64_t i = 0; i < own.x.rows; ++i) put_rows(own.x, i, rows_of(x, own.rows[size_t(i)] / each, 1));
     const Matrix both = linear(own.x, rows_of(store_[name_ + "experts.gate_up_proj"], e * 2 * width, 2 * width), {});

@@ -29,7 +29,7 @@ class GatedMlp {
 class Mixture {
  public:
   Mixture(const Llama& llama, Store& store, const std::string& prefix);
-  Matrix forward(const Matrix& x);
+  Matrix forward(const Matrix& x, int64_t length);  // of sequences of so many tokens
   Matrix backward(const Matrix& dy);
 
  private:
@@ -45,6 +45,7 @@ class Mixture {
   std::vector<int64_t> chosen(std::vector<double> scores) const;
   Route route(std::vector<double> logits) const;
   std::vector<double> route_backward(const Route& route, std::vector<double> d) const;
+  std::vector<bool> dropped(int64_t length) const;  // of routes_
 
   const Llama& llama_;
   Store& store_;

@@ -7,6 +7,7 @@
 #include "golden/canonical_store.h"
 #include "golden/experts.h"
 #include "golden/rope.h"
+#include "golden/sight.h"
 
 namespace golden {
 namespace {
@@ -44,6 +45,7 @@ class Layer {
       : llama_(llama),
         store_(store),
         name_(fmt::format("model.layers.{}.", index)),
+        index_(index),
         width_(llama.head()),
         has_experts_(has_experts(llama, index)),
         mlp_(store, name_ + "mlp."),
@@ -58,11 +60,11 @@ class Layer {
     const Matrix q = turned(norm_of_heads("q_norm", q_), llama_, length_, /*back=*/false);
     const Matrix k = turned(norm_of_heads("k_norm", k_), llama_, length_, /*back=*/false);
     attention_ = BatchAttention(tokens, {q, k, attention_linear("v_proj", normed_), llama_.heads, llama_.kv_heads,
-                                         dropout.mask(tokens.samples * llama_.heads * length_ * length_)});
+                                         dropout.mask(tokens.samples * llama_.heads * length_ * length_), hidden_keys(tokens)});
     mixed_ = attention_.forward();
     middle_ = x + attention_linear("o_proj", mixed_);
     const Matrix normed = store_.rms_norm(name_ + "post_attention_layernorm", middle_);
-    return middle_ + (has_experts_ ? mixture_.forward(normed) : mlp_.forward(normed));
+    return middle_ + (has_experts_ ? mixture_.forward(normed, length_) : mlp_.forward(normed));
   }
 
   Matrix backward(const Matrix& dy) {
@@ -78,6 +80,16 @@ class Layer {
   }
 
  private:
+  // Of each sample; empty where a query sees all keys before it.
+  std::vector<char> hidden_keys(const Tokens& tokens) const {
+    std::vector<char> hidden;
+    if (sees_all_before(llama_, index_, length_)) return hidden;
+    for (int64_t s = 0; s < tokens.samples; ++s)
+      for (int64_t i = 0; i < length_; ++i)
+        for (int64_t j = 0; j < length_; ++j) hidden.push_back(!sees(llama_, index_, tokens.words.data() + s * length_, i, j));
+    return hidden;
+  }
+
   Matrix attention_linear(const char* name, const Matrix& x) { return store_.linear(name_ + "self_attn." + name, x); }
   Matrix attention_backward(const char* name, const Matrix& x, const Matrix& dy) {
     return store_.linear_backward(name_ + "self_attn." + name, x, dy);
@@ -95,7 +107,7 @@ class Layer {
   const Llama& llama_;
   Store& store_;
   std::string name_;
-  int64_t width_, length_ = 0;
+  int64_t index_, width_, length_ = 0;
   bool has_experts_;
   GatedMlp mlp_;
   Mixture mixture_;

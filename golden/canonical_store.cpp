@@ -122,8 +122,15 @@ BatchAttention::BatchAttention(const Tokens& tokens, const Attention& whole) {
   for (int64_t s = 0; s < tokens.samples; ++s) {
     const auto own = [&](const Matrix& m) { return rows_of(m, s * tokens.length, tokens.length); };
     const auto begin = whole.mask.begin() + static_cast<int64_t>(mask) * s;
-    samples_.push_back(
-        {own(whole.q), own(whole.k), own(whole.v), whole.heads, whole.kv_heads, {begin, begin + static_cast<int64_t>(mask)}});
+    const auto seen = whole.hidden.begin() + (whole.hidden.empty() ? 0 : s * tokens.length * tokens.length);
+    const auto seen_end = whole.hidden.empty() ? seen : seen + tokens.length * tokens.length;
+    samples_.push_back({own(whole.q),
+                        own(whole.k),
+                        own(whole.v),
+                        whole.heads,
+                        whole.kv_heads,
+                        {begin, begin + static_cast<int64_t>(mask)},
+                        {seen, seen_end}});
   }
 }
 

@@ -57,7 +57,8 @@ struct Tokens {
   explicit Tokens(const Microbatch& data);
 };
 
-// The attention of every sample of a batch. `mask` is [samples, heads, length, length], or empty.
+// The attention of every sample of a batch. `mask` is [samples, heads, length, length], or empty, and
+// `hidden` [samples, length, length], or empty.
 class BatchAttention {
  public:
   BatchAttention() = default;

@@ -34,6 +34,18 @@ at::Tensor expert(const at::Tensor& rows, const at::Tensor& gate_up, const at::T
   return at::linear(at::silu(parts[0]) * parts[1], down);
 }
 
+// The routes of sequences of `length` tokens, with -1 and no weight in the place of what is dropped.
+Routes without_dropped(const Llama& llama, const Routes& routes, int64_t length) {
+  const at::Tensor experts = routes.experts.contiguous(), weights = routes.weights.detach().to(at::kDouble).contiguous();
+  const auto* expert = experts.const_data_ptr<int64_t>();
+  const auto* weight = weights.const_data_ptr<double>();
+  const std::vector<bool> dropped =
+      dropped_choices(llama, length, {expert, expert + experts.numel()}, {weight, weight + weights.numel()});
+  at::Tensor is_out = at::zeros(experts.sizes(), at::kBool);
+  std::ranges::copy(dropped, is_out.mutable_data_ptr<bool>());
+  return {experts.masked_fill(is_out, -1), routes.weights.masked_fill(is_out, 0)};
+}
+
 // x [N, hidden]
 at::Tensor of_experts(const Forward& forward, const std::string& prefix, const at::Tensor& x, const Routes& routes) {
   const at::Tensor &gate_up = forward.parameters.at(prefix + "gate_up_proj"),
@@ -95,6 +107,25 @@ Routes routes_of(const Llama& llama, const at::Tensor& logits, const at::Tensor&
   return {experts, llama.expert_scale == 1 ? weights : weights * llama.expert_scale};
 }
 
+std::vector<bool> dropped_choices(const Llama& llama, int64_t length, const std::vector<int64_t>& experts,
+                                  const std::vector<double>& weights) {
+  std::vector<bool> dropped(experts.size(), false);
+  if (llama.expert_capacity == 0 || experts.empty()) return dropped;
+  const auto choices = static_cast<size_t>(length * llama.experts_per_token);
+  const double even = llama.expert_capacity * (static_cast<double>(choices) / static_cast<double>(llama.experts));
+  const double room = std::max(1.0, std::ceil(even));
+  for (size_t begin = 0; begin < experts.size(); begin += choices)
+    for (int64_t e = 0; e < llama.experts; ++e) {
+      std::vector<size_t> own;
+      for (size_t place = begin; place < begin + choices; ++place)
+        if (experts[place] == e) own.push_back(place);
+      std::ranges::stable_sort(own, [&](size_t a, size_t b) { return weights[a] > weights[b]; });
+      for (size_t i = 0; i < own.size(); ++i)
+        if (static_cast<double>(i) >= room) dropped[own[i]] = true;
+    }
+  return dropped;
+}
+
 at::Tensor mixture(const Llama& llama, Forward& forward, const std::string& prefix, const at::Tensor& x) {
   // Gradients are sums of two at a time: first of the router and the experts, then of these and the shared MLP.
   const at::Tensor routed = llama.shared_width > 0 ? x.view_as(x) : x;
@@ -107,6 +138,7 @@ at::Tensor mixture(const Llama& llama, Forward& forward, const std::string& pref
   if (has_losses) add_losses(llama, forward, wide(logits.view_as(logits)), routes.experts);
   if (llama.expert_bias != 0)
     forward.counts[bias] = at::one_hot(routes.experts.reshape({-1}), llama.experts).sum(0).to(at::kDouble);
+  if (llama.expert_capacity != 0) routes = without_dropped(llama, routes, x.size(1));
   routes.weights = routes.weights.to(x.scalar_type());
   const at::Tensor y = of_experts(forward, prefix + "experts.", routed.reshape({-1, x.size(-1)}), routes).view(x.sizes());
   return llama.shared_width > 0 ? y + gated_mlp(forward, prefix + "shared_experts.", x) : y;

@@ -1,7 +1,9 @@
 // The MLPs of a llama's layers: the plain gated one, and the mixture of experts (golden.h has its formulas).
 #pragma once
 
+#include <cstdint>
 #include <string>
+#include <vector>
 
 #include "golden/models.h"
 
@@ -19,6 +21,10 @@ struct Routes {
 };
 // `logits` [N, experts], float32 or float64; `bias` [experts], or undefined.
 Routes routes_of(const Llama& llama, const at::Tensor& logits, const at::Tensor& bias = {});
+
+// Of choices of sequences of `length` tokens, token by token: those that expert_capacity drops. `weights` are not rounded.
+std::vector<bool> dropped_choices(const Llama& llama, int64_t length, const std::vector<int64_t>& experts,
+                                  const std::vector<double>& weights);
 
 // Of the parameters below the prefix: x [B, T, hidden] -> [B, T, hidden].
 at::Tensor mixture(const Llama& llama, Forward& forward, const std::string& prefix, const at::Tensor& x);

@@ -52,9 +52,11 @@ struct Gpt {
 // kv_heads neighbouring query heads), gated MLP down(silu(gate(x)) * up(x)). Where rope_factor is not 1, turns are slowed down
 // as in Llama 3.1 (rope.h). Data and loss are the GPT's; `positions` is the longest sequence. A head has `head_size` features,
 // or hidden / heads where that is 0. With `qkv_bias` the projections of queries, keys and values have biases. With `qk_norm`
-// there is an RMS norm over the features of each head's queries, and one of its keys, before they turn. Parameters, in this
-// order: "model.embed_tokens.weight" [vocab, hidden], per layer "model.layers.<i>.self_attn.{q,k,v,o}_proj.weight", with
-// qkv_bias each of the first three followed by its "bias", with qk_norm "model.layers.<i>.self_attn.{q,k}_norm.weight" [head],
+// there is an RMS norm over the features of each head's queries, and one of its keys, before they turn. Query i sees key j <= i
+// where no token document_end lies at positions j to i - 1 and, with a window, in layers from number full_layers on, j > i -
+// window. Parameters, in this order: "model.embed_tokens.weight" [vocab, hidden], per layer
+// "model.layers.<i>.self_attn.{q,k,v,o}_proj.weight", with qkv_bias each of the first three followed by its "bias", with
+// qk_norm "model.layers.<i>.self_attn.{q,k}_norm.weight" [head],
 // "model.layers.<i>.mlp.{gate,up,down}_proj.weight", "model.layers.<i>.{input,post_attention}_layernorm.weight", then
 // "model.norm.weight" and, unless tied, "lm_head.weight". Dropout: per layer, of attention's probabilities.
 //
@@ -73,7 +75,10 @@ struct Gpt {
 //   expert_z: expert_z * sum over tokens of log(sum over e of exp(logits_e))^2;
 //   expert_bias: scores get a bias before experts and groups are chosen, and weights do not. It is the buffer
 //     "mlp.gate.e_score_correction_bias" [experts], which begins as zero. After each step that is not skipped it goes up by
-//     expert_bias where the step's training forwards chose the expert less often than the mean, and down where more often.
+//     expert_bias where the step's training forwards chose the expert less often than the mean, and down where more often;
+//   expert_capacity: of a sequence of T tokens at most ceil(expert_capacity * (T * experts_per_token) / experts) choose an
+//     expert, and at least one. Of more the terms with the highest w_j stay, before these are rounded, and of equal ones those
+//     of the first tokens. The others leave y; losses and the bias count them all the same.
 // An expert's rows are multiplied together, in the order of tokens. Parameters of such a layer, in place of the MLP's three:
 // "mlp.gate.weight" [experts, hidden], "mlp.experts.gate_up_proj" [experts, 2 * expert_width, hidden] (first the gate's rows),
 // "mlp.experts.down_proj" [experts, hidden, expert_width], and "mlp.shared_experts.{gate,up,down}_proj.weight".
@@ -94,6 +99,9 @@ struct Llama {
   double eps = 1e-5;
   double rope_factor = 1, rope_low = 1, rope_high = 4;
   int64_t rope_positions = 8192;
+  int64_t window = 0;         // 0: a query sees all keys up to its own
+  int64_t full_layers = 0;    // the first so many layers have no window
+  int64_t document_end = -1;  // -1: no token ends a document
   // Experts (see above); 0: there are none.
   int64_t experts = 0;
   int64_t experts_per_token = 1;
@@ -104,7 +112,7 @@ struct Llama {
   bool normalized = true;
   double expert_scale = 1;
   int64_t expert_groups = 1, groups_per_token = 1;
-  double expert_balance = 0, expert_z = 0, expert_bias = 0;
+  double expert_balance = 0, expert_z = 0, expert_bias = 0, expert_capacity = 0;
 
   int64_t head() const { return head_size > 0 ? head_size : hidden / heads; }
 };

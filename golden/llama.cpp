@@ -5,15 +5,17 @@
 #include "golden/experts.h"
 #include "golden/models.h"
 #include "golden/rope.h"
+#include "golden/sight.h"
 
 namespace golden {
 namespace {
 
 class Layer {
  public:
-  Layer(const Llama& llama, Forward& forward, int64_t index)
+  Layer(const Llama& llama, Forward& forward, const at::Tensor& tokens, int64_t index)
       : llama_(llama),
         forward_(forward),
+        hidden_(hidden_keys(llama, tokens, index)),
         has_experts_(has_experts(llama, index)),
         prefix_(fmt::format("model.layers.{}.", index)) {}
 
@@ -51,7 +53,7 @@ class Layer {
     const at::Tensor q = turned(heads(x, "self_attn.q_proj", llama_.heads, "self_attn.q_norm"), angles);
     const at::Tensor k = serving_all(turned(heads(both, "self_attn.k_proj", llama_.kv_heads, "self_attn.k_norm"), angles));
     const at::Tensor v = serving_all(heads(both, "self_attn.v_proj", llama_.kv_heads));
-    const at::Tensor mixed = causal_attention(q, k, v, forward_.dropout);
+    const at::Tensor mixed = causal_attention(q, k, v, forward_.dropout, hidden_);
     return linear(mixed.transpose(1, 2).reshape({batch, length, llama_.heads * width}), "self_attn.o_proj");
   }
 
@@ -74,8 +76,21 @@ class Layer {
     return at::cat({first * cos - second * sin, second * cos + first * sin}, 3);
   }
 
+  // Of whole sequences, bool [B, 1, T, T]; undefined where a query sees all keys before it.
+  static at::Tensor hidden_keys(const Llama& llama, const at::Tensor& tokens, int64_t layer) {
+    const int64_t samples = tokens.size(0), length = tokens.size(1);
+    if (sees_all_before(llama, layer, length)) return {};
+    const at::Tensor own = tokens.cpu().contiguous(), hidden = at::empty({samples, 1, length, length}, at::kBool);
+    bool* each = hidden.mutable_data_ptr<bool>();
+    for (int64_t b = 0; b < samples; ++b)
+      for (int64_t i = 0; i < length; ++i)
+        for (int64_t j = 0; j < length; ++j) *each++ = !sees(llama, layer, own.const_data_ptr<int64_t>() + b * length, i, j);
+    return hidden.to(tokens.device());
+  }
+
   const Llama& llama_;
   Forward& forward_;
+  at::Tensor hidden_;
   bool has_experts_;
   std::string prefix_;
 };
@@ -118,7 +133,7 @@ Shapes llama_shapes(const Llama& llama) {
 at::Tensor llama_forward(const Llama& llama, Forward& forward, const at::Tensor& tokens) {
   const at::Tensor& embedding = forward.parameters.at("model.embed_tokens.weight");
   at::Tensor x = at::embedding(embedding, tokens);
-  for (int64_t i = 0; i < llama.layers; ++i) x = Layer(llama, forward, i).forward(x);
+  for (int64_t i = 0; i < llama.layers; ++i) x = Layer(llama, forward, tokens, i).forward(x);
   x = Layer::rms_norm(x, forward.parameters.at("model.norm.weight"), llama.eps);
   return llama.tied ? at::linear(x, embedding) : forward.linear(x, "lm_head");
 }

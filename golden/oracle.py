@@ -156,8 +156,9 @@ class RmsNorm(nn.Module):
 
 
 class LlamaAttention(nn.Module):
-    def __init__(self, hidden, heads, kv_heads, qk_norm, qkv_bias, head, eps, theta, slower):
+    def __init__(self, hidden, heads, kv_heads, qk_norm, qkv_bias, head, eps, theta, slower, window):
         super().__init__()
+        self.window = window
         self.heads, self.kv_heads, self.width = heads, kv_heads, head
         self.theta, self.slower = theta, slower
         self.q_proj = nn.Linear(hidden, heads * head, bias=qkv_bias, **MADE)
@@ -185,9 +186,13 @@ class LlamaAttention(nn.Module):
         turned = torch.complex(head[..., :half].double(), head[..., half:].double()) * turn
         return torch.cat((turned.real, turned.imag), -1).to(head.dtype)
 
-    def forward(self, x):
+    def forward(self, x, documents):
+        """`documents` [B, T]: the number of each token's document."""
         query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        if self.window > 0:
+            seen = seen ^ seen.tril(-self.window)
+        seen = seen & (documents[:, :, None] == documents[:, None, :])
         heads = []
         for h in range(self.heads):
             mine = slice(h * self.width, (h + 1) * self.width)
@@ -195,7 +200,7 @@ class LlamaAttention(nn.Module):
             served = slice(kv * self.width, (kv + 1) * self.width)
             query_head, key_head = self.q_norm(query[..., mine]), self.k_norm(key[..., served])
             scores = self.turn(query_head) @ self.turn(key_head).mT / math.sqrt(self.width)
-            heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ value[..., served])
+            heads.append(scores.masked_fill(~seen, -math.inf).softmax(-1) @ value[..., served])
         return self.o_proj(torch.cat(heads, -1))
 
 
@@ -233,10 +238,11 @@ def highest(scores, count):
 
 class Mixture(nn.Module):
     def __init__(
-        self, hidden, count, per_token, width, shared, score, normalized, scale, groups, groups_per_token, balance, z, bias
+        self, hidden, count, per_token, width, shared, score, normalized, scale, groups, groups_per_token, balance, z, bias,
+        capacity,
     ):
         super().__init__()
-        self.balance, self.z, self.rate = balance, z, bias
+        self.balance, self.z, self.rate, self.capacity = balance, z, bias, capacity
         # What keeps experts busy: their bias, how often each was chosen in this step, and the last forward's own losses.
         self.bias = self.counts = torch.zeros(count, dtype=torch.float64)
         self.losses = 0
@@ -278,7 +284,11 @@ class Mixture(nn.Module):
         logits = self.gate(x)
         if self.balance or self.z or self.rate:
             self.keep_busy(logits)
-        y = torch.einsum("...e,...eh->...h", self.scale * self.weights(logits), self.experts(x))
+        weights = self.weights(logits)
+        if self.capacity:  # each expert keeps the highest of a sequence
+            room = math.ceil(self.capacity * (x.shape[1] * self.per_token / weights.shape[-1]))
+            weights = weights * highest(weights.mT, room).mT
+        y = torch.einsum("...e,...eh->...h", self.scale * weights, self.experts(x))
         return y if self.shared_experts is None else y + self.shared_experts(x)
 
 
@@ -290,18 +300,24 @@ class LlamaLayer(nn.Module):
         self.input_layernorm = RmsNorm(hidden, eps)
         self.post_attention_layernorm = RmsNorm(hidden, eps)
 
-    def forward(self, x):
-        x = x + self.self_attn(self.input_layernorm(x))
+    def forward(self, x, documents):
+        x = x + self.self_attn(self.input_layernorm(x), documents)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Llama(nn.Module):
-    def __init__(self, layers, hidden, heads, kv_heads, intermediate, vocab, tied, experts, dense_layers, eps, **attention):
+    def __init__(
+        self, layers, hidden, heads, kv_heads, intermediate, vocab, tied, experts, dense_layers, eps, window, full_layers,
+        document_end, **attention
+    ):
         super().__init__()
+        self.document_end = document_end
 
         def layer(i):
             own = experts if i >= dense_layers else None
-            return LlamaLayer(hidden, heads, kv_heads, intermediate, own, eps, **attention)
+            return LlamaLayer(
+                hidden, heads, kv_heads, intermediate, own, eps, window=window if i >= full_layers else 0, **attention
+            )
 
         made = [layer(i) for i in range(layers)]
         self.model = nn.ModuleDict(
@@ -311,8 +327,10 @@ class Llama(nn.Module):
 
     def forward(self, tokens):
         x = self.model["embed_tokens"](tokens)
+        # How many ends lie before a token.
+        documents = F.pad(tokens == self.document_end, (1, 0))[:, :-1].cumsum(1)
         for layer in self.model["layers"]:
-            x = layer(x)
+            x = layer(x, documents)
         x = self.model["norm"](x)
         return x @ self.model["embed_tokens"].weight.mT if self.lm_head is None else self.lm_head(x)
 

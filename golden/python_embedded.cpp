@@ -143,6 +143,7 @@ py::object experts_to_python(const Llama& llama) {
   options["balance"] = llama.expert_balance;
   options["z"] = llama.expert_z;
   options["bias"] = llama.expert_bias;
+  options["capacity"] = llama.expert_capacity;
   return options;
 }
 
@@ -162,6 +163,9 @@ py::dict to_python(const Llama& llama) {
   options["head"] = llama.head();
   options["eps"] = llama.eps;
   options["theta"] = llama.theta;
+  options["window"] = llama.window;
+  options["full_layers"] = llama.full_layers;
+  options["document_end"] = llama.document_end;
   options["slower"] = py::none();
   if (llama.rope_factor != 1)
     options["slower"] = py::make_tuple(llama.rope_factor, llama.rope_low, llama.rope_high, llama.rope_positions);

@@ -156,7 +156,8 @@ double Trainer::evaluated(const Named& values, const Microbatch& microbatch, siz
 void Trainer::begin_buffers(const Step& step) {
   const Named begin = buffers_.empty() ? initial_buffers(model_, main_) : buffers_[0];
   if (begin.empty()) return;
-  if (step.after || buffers_.empty()) buffers_.assign(step.microbatches.front().size(), begin);
+  const size_t ranks = step.microbatches.front().size();
+  if (step.after || buffers_.size() != ranks) buffers_.assign(ranks, begin);
   for (Named& own : buffers_)
     for (auto& [name, buffer] : own) buffer = buffer.to(device_, /*non_blocking=*/false, /*copy=*/true);
 }

@@ -82,10 +82,10 @@ void require_experts(const Llama& m) {
   if (m.expert_width < 1 || !std::isfinite(m.expert_scale))
     refuse(fmt::format("llama: expected expert_width >= 1 and a finite expert_scale, got {} and {}", m.expert_width,
                        m.expert_scale));
-  for (const double value : {m.expert_balance, m.expert_z, m.expert_bias})
+  for (const double value : {m.expert_balance, m.expert_z, m.expert_bias, m.expert_capacity})
     if (!(std::isfinite(value) && value >= 0))
-      refuse(fmt::format("llama: expected expert_balance, expert_z and expert_bias >= 0, got {}, {} and {}", m.expert_balance,
-                         m.expert_z, m.expert_bias));
+      refuse(fmt::format("llama: expected expert_balance, expert_z, expert_bias, expert_capacity >= 0, got {}, {}, {} and {}",
+                         m.expert_balance, m.expert_z, m.expert_bias, m.expert_capacity));
   if (groups < 1 || experts % groups != 0 || m.groups_per_token < 1 || m.groups_per_token > groups)
     refuse(
         fmt::format("llama: expected expert_groups that divide experts and 1 to expert_groups groups_per_token, got "
@@ -111,6 +111,11 @@ void require_llama(const Llama& m) {
         "llama: expected theta, eps, rope_factor, rope_low and rope_positions above 0 and rope_high above rope_low, "
         "got theta={} eps={} rope_factor={} rope_low={} rope_high={} rope_positions={}",
         m.theta, m.eps, m.rope_factor, m.rope_low, m.rope_high, m.rope_positions));
+  if (m.window < 0 || m.full_layers < 0 || (m.window == 0 && m.full_layers > 0))
+    refuse(fmt::format("llama: expected window >= 0, and full_layers >= 0 where there is a window, got {} and {}", m.window,
+                       m.full_layers));
+  if (m.document_end < -1 || m.document_end >= m.vocab)
+    refuse(fmt::format("llama: document_end {} must be one of the {} tokens, or -1", m.document_end, m.vocab));
   const bool fits = m.head_size > 0 || (m.hidden % m.heads == 0 && m.hidden / m.heads % 2 == 0);
   if (!fits || m.heads % m.kv_heads != 0)
     refuse(fmt::format("llama: hidden {} must be a multiple of heads {}, by an even number, and that of kv_heads {}", m.hidden,

@@ -18,6 +18,7 @@ bf16, data (a file: float32 parameters in the order of `parameters`, then int64 
 Starts its own ranks on loopback: over gloo, one thread each, or over nccl, a GPU each.
 """
 
+import importlib.util
 import json
 import os
 import socket
@@ -25,8 +26,14 @@ import subprocess
 import sys
 import time
 
-# The package's part that needs PyTorch alone, where a build has none.
-sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "python"))
+
+def file_of_package(name):
+    """A module of this tree's package that needs PyTorch alone, whatever version of the package is installed."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "python", "shardproof", "check", name + ".py")
+    found = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
 
 
 def parameters(spec):
@@ -202,7 +209,6 @@ def cut(model, mesh, sequence_parallel):
 def share_experts(spec, model, mesh, options):
     """Leaves each rank its experts. Returns the parameters that nobody else has, so that there is nothing to shard."""
     import torch
-    from shardproof.check.expert_exchange import exchanged
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -211,6 +217,7 @@ def share_experts(spec, model, mesh, options):
     alone = set()
     for block in model.blocks:
         module = block.experts
+        exchanged = file_of_package("expert_exchange").exchanged
         module.forward = exchanged(module.forward, len(module.down_proj), expert_mesh.get_group("ep"))
         for name, parameter in list(module.named_parameters()):
             own = parameter.detach().chunk(shared)[expert_mesh.get_local_rank("ep")].clone()

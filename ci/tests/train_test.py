@@ -212,18 +212,66 @@ class Train(TrainingRuns):
     def test_experts_that_ranks_share_train_to_the_golden_bits(self):
         llama = ("llama(layers=2,hidden=8,heads=2,kv_heads=1,intermediate=6,vocab=256,positions=6,experts=5,top_k=2,"
                  "expert_width=4,shared_width=3,dense_layers=1)")
-        for mesh in ("dp_shard=3", "dp_replicate=2,dp_shard=3"):
+        busy = llama[:-1] + ",expert_balance=0.01,expert_bias=0.1,expert_capacity=1)"
+        for mesh, model in (("dp_shard=3", llama), ("dp_replicate=2,dp_shard=3", llama), ("dp_shard=3", busy)):
             code, _, output, errors = self.train(
-                "--mesh", mesh, "--expert-ranks", "3", "--global-batch", "24", "--check", model=llama)
+                "--mesh", mesh, "--expert-ranks", "3", "--global-batch", "24", "--check", model=model)
+            self.assertEqual(code, 0, output + errors)
+            self.assertIn("EQUAL in every bit", output)
+        # Biases come out of a checkpoint on more ranks than those that saved them.
+        folder = ("--checkpoint-dir", os.path.join(self.folder, "biases"), "--resume", "--check", "--global-batch", "12")
+        for ranks, steps in (("2", "2"), ("3", "4")):
+            code, _, output, errors = self.train(
+                "--mesh", f"dp_shard={ranks}", "--expert-ranks", ranks, "--steps", steps, *folder, model=busy)
             self.assertEqual(code, 0, output + errors)
             self.assertIn("EQUAL in every bit", output)
         shared = ("--expert-ranks", "2")
         self.expect_refused("needs a llama with experts", *shared)
-        for message, *more in (("1 ranks at most can share", "--mesh", "dp_shard=3"),
+        for message, *more in (("so many ranks cannot share", "--mesh", "dp_shard=3"),
                                ("--check adds gradients", "--mesh", "dp_shard=4", "--check")):
             code, _, _, errors = self.train(*shared, *more, model=llama)
             self.assertEqual(code, 2)
             self.assertIn(message, errors)
+
+    def test_a_run_with_experts_that_changes_every_axis_at_its_checkpoints_has_the_golden_bits(self):
+        llama = ("llama(layers=2,hidden=8,heads=2,kv_heads=1,intermediate=6,vocab=256,positions=6,experts=5,top_k=2,"
+                 "expert_width=4,shared_width=3,score=sigmoid,dense_layers=1)")
+        directory = os.path.join(self.folder, "experts")
+        legs = (("dp_shard=2,tp=2", "zero3", "2", "--sequence-parallel"), ("dp_replicate=2,dp_shard=3", "hsdp", "6"),
+                ("dp_shard=2,cp=2", "zero1", "4"), ("dp_shard=1", "ddp", "1"))
+        for number, (mesh, strategy, sharing, *more) in enumerate(legs):
+            code, lines, output, errors = self.train(
+                "--arithmetic", "canonical", "--canonical", "--steps", str(2 * number + 2), "--mesh", mesh, "--strategy",
+                strategy, "--expert-ranks", sharing, "--microbatch", "1", "--global-batch", "12", "--checkpoint-dir",
+                directory, "--resume", "--check", *more, model=llama)
+            self.assertEqual(code, 0, output + errors)
+            self.assertIn("EQUAL in every bit", output)
+            self.assertEqual(json.loads(lines[-1])["first_step"], 2 * number)
+
+    def test_windows_and_documents_on_several_ranks_have_the_golden_bits_however_keys_come(self):
+        llama = "llama(layers=2,hidden=16,heads=4,kv_heads=2,intermediate=6,vocab=256,positions=6,window=3,full_layers=1)"
+        end = str(self.files[min(self.files)][2])  # of the first sequence's tokens
+        third = ("--document-end", end, "--arithmetic", "canonical", "--check")
+        losses = set()
+        for attention in ("ring", "gathered", "ulysses"):
+            code, lines, output, errors = self.train("--mesh", "dp_shard=2,cp=2", "--context-attention", attention,
+                                                     "--global-batch", "4", *third, model=llama)
+            self.assertEqual(code, 0, output + errors)
+            self.assertIn("EQUAL in every bit", output)
+            losses.add(json.loads(lines[1])["loss"])
+        code, lines, output, errors = self.train("--global-batch", "4", "--arithmetic", "canonical", model=llama)
+        self.assertEqual(code, 0, output + errors)
+        self.assertEqual(len(losses), 1)
+        self.assertNotIn(json.loads(lines[1])["loss"], losses)  # without documents
+        self.expect_refused("must be a token of a llama", "--document-end", "32")
+        self.expect_refused("--context-attention is for a mesh with cp", "--context-attention", "ulysses")
+        # A run that goes on has the documents that it began with.
+        folder = ("--checkpoint-dir", os.path.join(self.folder, "documents"))
+        for steps, more, code_expected in (("2", third[:2], 0), ("3", ["--resume"], 0),
+                                           ("4", ("--resume", "--document-end", "33"), 2)):
+            code, _, output, errors = self.train("--steps", steps, *folder, *more, model=llama)
+            self.assertEqual(code, code_expected, output + errors)
+        self.assertIn(f"goes on has {end} ", errors)
 
     def test_the_check_of_a_resumed_run_knows_in_which_order_each_step_was_summed(self):
         directory = os.path.join(self.folder, "history")

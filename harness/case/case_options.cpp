@@ -58,7 +58,7 @@ std::vector<OptionRow> rows_of_cases() {
       {"arithmetic", &O::arithmetic, {"native", "canonical"}, {1}, 0.4, 0},
       {"sp", &O::sequence_parallel, {}, {1}, 0.6, 0},
       {"overlap_pieces", &O::overlap_pieces, {}, {2, 2, 3}, 0.6, 1, /*draws_apart=*/true},
-      {"attention", &O::context_gathered, {"ring", "gathered"}, {1}, 0.8, 1},
+      {"attention", &O::context_attention, {"ring", "gathered", "ulysses"}, {1, 2}, 0.8, 1},
       {"context", &O::context_contiguous, {"balanced", "contiguous"}, {1}, 0.8, 1},
       {"schedule",
        &O::schedule,

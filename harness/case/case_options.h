@@ -37,7 +37,7 @@ struct CaseOptions {
   int64_t arithmetic = 0;          // 1: canonical inside of the model, too
   int64_t sequence_parallel = 0;   // between parallel blocks activations are split along the sequence
   int64_t overlap_pieces = 1;      // of the products of layers that are cut over tp
-  int64_t context_gathered = 0;    // context parallelism gathers keys and values; else they go round in a ring
+  int64_t context_attention = 0;   // in a ring, gathered or by heads: a number of shardproof::ContextAttention
   int64_t context_contiguous = 0;  // and cuts sequences into one run a rank; else it balances a causal mask's work
   int64_t schedule = schedule_constant;  // of the learning rate over the steps of the history
   int64_t unchecked = 0;           // loads read without a check before

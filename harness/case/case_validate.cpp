@@ -102,8 +102,11 @@ void validate_axes(const Case& c) {
   SHARD_REQUIRE(o.overlap_pieces >= 1, "case", "overlap_pieces={} must be at least 1", o.overlap_pieces);
   SHARD_REQUIRE(o.overlap_pieces == 1 || any_has(axes::tp), "case",
                 "overlap_pieces cuts the products of layers that are cut over the mesh axis tp");
-  SHARD_REQUIRE((o.context_gathered == 0 && o.context_contiguous == 0) || any_has(axes::cp), "case",
+  SHARD_REQUIRE((o.context_attention == 0 && o.context_contiguous == 0) || any_has(axes::cp), "case",
                 "attention and context say how sequences are cut over the mesh axis cp");
+  SHARD_REQUIRE(c.model.llama.expert_capacity == 0 || !any_has(axes::cp), "case",
+                "expert_capacity={} keeps choices of whole sequences, which the mesh axis cp cuts; leave one of the two out",
+                c.model.llama.expert_capacity);
 }
 
 // Before anything asks for the parameters of the case.
@@ -290,10 +293,10 @@ void validate_mixture(const golden::Llama& m) {
                 "llama: dense_layers={} must leave some of layers={} to experts", m.dense_layers, m.layers);
   SHARD_REQUIRE(std::isfinite(m.expert_scale) && m.expert_scale > 0, "case", "llama: expert_scale={} must be above 0",
                 m.expert_scale);
-  for (const double value : {m.expert_balance, m.expert_z, m.expert_bias})
+  for (const double value : {m.expert_balance, m.expert_z, m.expert_bias, m.expert_capacity})
     SHARD_REQUIRE(std::isfinite(value) && value >= 0, "case",
-                  "llama: expert_balance={}, expert_z={} and expert_bias={} must not be below 0", m.expert_balance, m.expert_z,
-                  m.expert_bias);
+                  "llama: expert_balance={}, expert_z={}, expert_bias={} and expert_capacity={} must not be below 0",
+                  m.expert_balance, m.expert_z, m.expert_bias, m.expert_capacity);
   SHARD_REQUIRE(m.experts % m.expert_groups == 0 && m.groups_per_token <= m.expert_groups, "case",
                 "llama: expert_groups={} must divide experts={} and be no less than groups_per_token={}", m.expert_groups,
                 m.experts, m.groups_per_token);
@@ -319,6 +322,12 @@ void validate(const golden::Llama& m) {
       "llama: theta={} eps={} rope_factor={} rope_low={} and rope_positions={} must be above 0, and rope_high={} above "
       "rope_low",
       m.theta, m.eps, m.rope_factor, m.rope_low, m.rope_positions, m.rope_high);
+  SHARD_REQUIRE(m.window >= 0 && m.full_layers >= 0 && (m.window > 0 || m.full_layers == 0), "case",
+                "llama: window={} and full_layers={} must not be below 0; without a window every layer is full", m.window,
+                m.full_layers);
+  SHARD_REQUIRE(m.document_end >= -1 && m.document_end < m.vocab, "case",
+                "llama: document_end={} must be one of the vocab={} tokens; leave it out where none ends a document",
+                m.document_end, m.vocab);
   SHARD_REQUIRE((m.head_size > 0 || m.hidden % (2 * m.heads) == 0) && m.heads % m.kv_heads == 0, "case",
                 "llama: hidden={} must be a multiple of twice heads={}, and heads of kv_heads={}. Choose hidden={} or heads={}",
                 m.hidden, m.heads, m.kv_heads, (m.hidden / (2 * m.heads) + 1) * 2 * m.heads, m.kv_heads);

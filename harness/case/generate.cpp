@@ -88,6 +88,19 @@ void generate_family(Chooser choose, golden::Model& model) {
   model.llama.rope_positions = choose.one_of<int64_t>({20, 200, 8192});
 }
 
+// Which keys a query sees. Drawn apart as well.
+void generate_sight(Chooser choose, golden::Model& model, Mode mode) {
+  golden::Llama& m = model.llama;
+  if (model.kind != golden::Model::Kind::llama) return;
+  if (choose.chance(0.3)) {
+    // Of a query that sees itself alone, gradients of scores are roundings, which no tolerance can judge.
+    const int64_t least = mode == Mode::fast ? 2 : 1;
+    m.window = choose.integer(least, std::max(least, m.positions - 1));
+    if (choose.chance(0.4)) m.full_layers = choose.integer(0, m.layers - 1);
+  }
+  if (choose.chance(0.3)) m.document_end = choose.integer(0, std::min<int64_t>(m.vocab, 4) - 1);
+}
+
 void generate_balance(Chooser& choose, golden::Llama& m) {
   if (choose.chance(0.4)) m.expert_balance = choose.one_of<double>({0.01, 0.5});
   if (choose.chance(0.3)) m.expert_z = choose.one_of<double>({0.001, 0.25});
@@ -99,7 +112,7 @@ void generate_experts(Chooser choose, Case& c) {
   golden::Llama& m = c.model.llama;
   if (c.model.kind != golden::Model::Kind::llama) return;
   if (!choose.chance(0.35)) return;
-  m.experts = choose.integer(1, c.options.arithmetic != 0 ? 2 : 6);  // there each is a model's worth of loops
+  m.experts = choose.integer(1, c.options.arithmetic != 0 ? 2 : 6);  // plain loops are slow
   m.expert_width = choose.integer(2, 6);
   if (choose.chance(0.4)) m.shared_width = choose.integer(1, 6);
   if (choose.chance(0.4)) m.dense_layers = choose.integer(0, m.layers - 1);
@@ -349,6 +362,14 @@ void try_other_orders(Chooser choose, Case& c, const Limits& limits) {
     if (c.steps[s].load_mesh) try_order([s](Case& of) -> Mesh& { return *of.steps[s].load_mesh; });
 }
 
+// Behind all that draws meshes, for context parallelism cuts sequences. Not in the mode fast: equal tokens at the beginning of
+// a sequence weigh the same but for roundings, which would say who stays.
+void try_capacity(Chooser choose, Case& c) {
+  if (c.model.kind != golden::Model::Kind::llama || c.model.llama.experts == 0 || c.mode == Mode::fast) return;
+  if (!choose.chance(0.5)) return;
+  try_change(c, [&] { c.model.llama.expert_capacity = choose.one_of<double>({0.5, 1, 1.25}); });
+}
+
 // In low precision and `fast` mode, where a tolerance has to judge.
 void fit_to_roundings(Case& c) {
   c.optimizer.eps = 0.01;  // roundings are larger, as with cut layers
@@ -394,6 +415,7 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     const bool with_context = given && limits.mesh->has(axes::cp);
     c.model = with_context ? generate_language_model(choose, c.mode) : generate_model(choose, c.mode, parallel);
     generate_family(Chooser(Draws(seed, "family").at(index)), c.model);
+    generate_sight(Chooser(Draws(seed, "sight").at(index)), c.model, c.mode);
     c.mesh = parallel && !given ? generate_parallel_mesh(choose, limits, c.strategy, c.model.of_tokens())
                                 : generate_mesh(choose, limits, c.strategy);
     generate_optimizer(choose, c);
@@ -421,6 +443,7 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     generate_options(choose, c, seed, index);
     bring_together(Chooser(Draws(seed, "together").at(index)), c);
     mix(Chooser(Draws(seed, "mix").at(index)), c, limits);
+    try_capacity(Chooser(Draws(seed, "capacity").at(index)), c);
     if (c.mode == fast && c.options.compute != fp32) fit_to_roundings(c);
     bound_work(Chooser(Draws(seed, "work").at(index)), c);
   }

@@ -199,6 +199,12 @@ golden::Llama with(golden::Llama m, int64_t value) {
   return m.experts > 0 ? fitted(m) : m;
 }
 
+golden::Llama with_window(golden::Llama m, int64_t window) {
+  m.window = window;
+  if (window == 0) m.full_layers = 0;
+  return m;
+}
+
 Fields llama_fields() {
   return Table(&Model::llama)
       .sizes({{"layers", &golden::Llama::layers},
@@ -219,6 +225,9 @@ Fields llama_fields() {
       .number("rope_low", &golden::Llama::rope_low)
       .number("rope_high", &golden::Llama::rope_high)
       .sizes({{"rope_positions", &golden::Llama::rope_positions, nullptr, 1, /*may_be_left_out=*/true}})
+      .count("window", &golden::Llama::window, 0, with_window)
+      .count("full_layers", &golden::Llama::full_layers, 0, with<&golden::Llama::full_layers>)
+      .count("document_end", &golden::Llama::document_end, -1, with<&golden::Llama::document_end>)
       .count("experts", &golden::Llama::experts, 0, with_experts)
       .count("top_k", &golden::Llama::experts_per_token, 1, with<&golden::Llama::experts_per_token>)
       .count("expert_width", &golden::Llama::expert_width, 1, with<&golden::Llama::expert_width>)
@@ -232,6 +241,7 @@ Fields llama_fields() {
       .number("expert_balance", &golden::Llama::expert_balance)
       .number("expert_z", &golden::Llama::expert_z)
       .number("expert_bias", &golden::Llama::expert_bias)
+      .number("expert_capacity", &golden::Llama::expert_capacity)
       .fields();
 }
 

@@ -199,7 +199,7 @@ golden::Llama llama_of(const LlamaOptions& o, int64_t positions) {
                      .kv_heads = o.kv_heads,
                      .intermediate = o.intermediate,
                      .vocab = o.vocab,
-                     .positions = o.longest > 0 ? std::min(o.longest, positions) : positions,
+                     .positions = positions,
                      .tied = o.tied,
                      .qk_norm = o.qk_norm,
                      .qkv_bias = o.qkv_bias,
@@ -209,7 +209,10 @@ golden::Llama llama_of(const LlamaOptions& o, int64_t positions) {
                      .rope_factor = o.rope_scaling.factor,
                      .rope_low = o.rope_scaling.low_turns,
                      .rope_high = o.rope_scaling.high_turns,
-                     .rope_positions = o.rope_scaling.positions};
+                     .rope_positions = o.rope_scaling.positions,
+                     .window = o.window,
+                     .full_layers = o.full_layers,
+                     .document_end = o.document_end};
   const RouterOptions& router = o.router;
   if (router.experts == 0) return m;
   m.experts = router.experts;
@@ -225,6 +228,7 @@ golden::Llama llama_of(const LlamaOptions& o, int64_t positions) {
   m.expert_balance = router.balance_loss;
   m.expert_z = router.z_loss;
   m.expert_bias = router.bias_rate;
+  m.expert_capacity = router.capacity;
   return m;
 }
 
@@ -276,6 +280,9 @@ LlamaOptions llama_options(const golden::Llama& m) {
                     .qk_norm = m.qk_norm,
                     .qkv_bias = m.qkv_bias,
                     .head_size = m.head_size,
+                    .window = m.window,
+                    .full_layers = m.full_layers,
+                    .document_end = m.document_end,
                     .rope_scaling = {m.rope_factor, m.rope_low, m.rope_high, m.rope_positions}};
   if (m.experts == 0) return o;
   o.router = {.experts = m.experts,
@@ -287,7 +294,8 @@ LlamaOptions llama_options(const golden::Llama& m) {
               .groups_per_token = m.groups_per_token,
               .balance_loss = m.expert_balance,
               .z_loss = m.expert_z,
-              .bias_rate = m.expert_bias};
+              .bias_rate = m.expert_bias,
+              .capacity = m.expert_capacity};
   o.expert_intermediate = m.expert_width;
   o.shared_intermediate = m.shared_width;
   o.dense_layers = m.dense_layers;

@@ -37,7 +37,7 @@ struct Network {
 
 shardproof::GptOptions gpt_options(const golden::Gpt& gpt);
 shardproof::LlamaOptions llama_options(const golden::Llama& llama);
-// As the library reads it. Its positions are those that it was made for, or the sliding window where that is shorter.
+// As the library reads it. Its positions are those that it was made for.
 golden::Model described_model(const shardproof::checkpoint::HuggingFaceModel& described);
 shardproof::LoraOptions lora_options(const golden::Adapters& adapters);
 

@@ -6,6 +6,7 @@
 #include "harness/case/network.h"
 #include "harness/case/parallel_sizes.h"
 #include "harness/case/random.h"
+#include "shardproof/base/check.h"
 #include "shardproof/base/name_pattern.h"
 #include "shardproof/models/models.h"
 #include "shardproof/sharding/shard_options.h"
@@ -71,9 +72,24 @@ ParallelPlan parallel_plan(const Case& c) {
   return described_lora(model.adapters.layers, lora_options(model.adapters), inputs).with_styles(std::move(plan));
 }
 
+void require_expert_ranks(const Case& c, const char* command) {
+  const int64_t ranks = c.options.ep;
+  if (ranks == 1) return;
+  const bool has_experts = c.model.kind == golden::Model::Kind::llama && c.model.llama.experts > 0;
+  if (!has_experts)
+    throw shardproof::Error(
+        fmt::format("[{}] --expert-ranks {} needs a llama with experts, as in --model "
+                    "'llama(..,experts=8,top_k=2,expert_width=64)'",
+                    command, ranks));
+  if (expert_ranks(c) != ranks)
+    throw shardproof::Error(
+        fmt::format("[{}] --expert-ranks {} on mesh '{}': so many ranks cannot share experts there. Their number has to divide "
+                    "those along dp_shard and cp, or be a multiple of these that divides all data-parallel ranks",
+                    command, ranks, c.mesh.str()));
+}
+
 ContextOptions context_options(const Case& c) {
-  return {.attention = c.options.context_gathered ? ContextAttention::gathered : ContextAttention::ring,
-          .split = context_split(c)};
+  return {.attention = static_cast<ContextAttention>(c.options.context_attention), .split = context_split(c)};
 }
 
 std::map<std::string, int64_t> cut_parameters(const Case& c) {

@@ -14,6 +14,9 @@ namespace harness {
 // row-parallel layer, layers alone that gather or cut for themselves, and layers that stay whole.
 shardproof::ParallelPlan parallel_plan(const Case& c);
 
+// Throws Error when not as many ranks as `ep` says can share experts. `command`: the one whose option --expert-ranks that is.
+void require_expert_ranks(const Case& c, const char* command);
+
 shardproof::ContextOptions context_options(const Case& c);
 
 // The parameters of which the ranks along tp hold different pieces, and how many of these ranks hold the same one (key heads

@@ -32,7 +32,7 @@ Case moved_to(Case moved, const Case& c) {
   moved.mesh = c.mesh;
   moved.strategy = c.strategy;
   moved.mode = c.mode;
-  moved.options.context_gathered = c.options.context_gathered;
+  moved.options.context_attention = c.options.context_attention;
   moved.options.context_contiguous = c.options.context_contiguous;
   return moved;
 }

@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <map>
 
+#include "harness/case/case_options.h"
 #include "harness/case/mesh_order.h"
 #include "shardproof/base/check.h"
 #include "shardproof/sharding/named_options.h"
@@ -88,6 +89,17 @@ void add_sharding_options(CLI::App& app, std::vector<std::string>& texts) {
         }
         return {};
       });
+}
+
+void add_context_attention(CLI::App& app, int64_t& attention) {
+  // Its words are those of cases.
+  const std::vector<std::string>& words = std::ranges::find(option_rows(), "attention", &OptionRow::key)->names;
+  app.add_option_function<std::string>(
+         "--context-attention",
+         [&words, &attention](const std::string& word) { attention = std::ranges::find(words, word) - words.begin(); },
+         "how queries see the keys of other ranks along cp")
+      ->check(CLI::IsMember(words))
+      ->default_str(words.front());
 }
 
 std::string table_of_sharding_options() {

@@ -1,6 +1,7 @@
 // Words out of which a user chooses on the command line. A word that is none of them is an error that names the nearest.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -29,6 +30,9 @@ std::string strategy_help();
 
 // The strategy of --strategy.
 const shardproof::Strategy& chosen_strategy(const std::string& name);
+
+// --context-attention: how queries see the keys of other ranks along cp, a number of shardproof::ContextAttention.
+void add_context_attention(CLI::App& app, int64_t& attention);
 
 // --set name=value, options of fully_shard (shardproof/sharding/named_options.h). What is wrong with one is said at once.
 void add_sharding_options(CLI::App& app, std::vector<std::string>& texts);

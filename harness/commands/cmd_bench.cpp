@@ -228,6 +228,7 @@ void require_experts(const Arguments& a, const std::vector<std::string>& order) 
   SHARD_REQUIRE(a.task.mesh.size() % ranks == 0 && experts % ranks == 0, "bench",
                 "--expert-ranks must divide the {} ranks of --mesh {} and the {} experts of {}, got {}", a.task.mesh.size(),
                 a.task.mesh.str(), experts, a.model, ranks);
+  if (ranks > 1) shardproof::expert_mesh(shardproof::data_parallel_mesh(a.task.mesh), ranks);  // throws where it cannot be
   for (const std::string& name : order)
     SHARD_REQUIRE(ranks == 1 || !is_peer(name) || (name == "fsdp2" && !a.task.mesh.has(axes::dp_replicate)), "bench",
                   "of PyTorch's contestants only fsdp2 shares experts, on a mesh of dp_shard alone; leave {} out of --against",

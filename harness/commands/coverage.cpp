@@ -72,7 +72,7 @@ void Coverage::add(const Case& c, const Verdict& verdict, bool passes) {
   count("canonical dropout with tp or cp", canonical && c.model.dropout() > 0 && c.microbatch_ranks() > 1);
   count("canonical dropout with recomputation", canonical && c.model.dropout() > 0 && c.options.recompute != 0);
   count("canonical key heads fewer than tp", canonical && has_copied_heads(c));
-  count("canonical ring", canonical && c.context_ranks() > 1 && c.options.context_gathered == 0);
+  count("canonical ring", canonical && c.context_ranks() > 1 && c.options.context_attention == 0);
   count("canonical on another mesh", canonical && std::any_of(c.steps.begin(), c.steps.end(), [&](const StepPlan& step) {
                                        return step.load_mesh && step.load_mesh->str() != c.mesh.str();
                                      }));
@@ -128,8 +128,11 @@ void Coverage::add_model(const Case& c) {
   count("key heads fewer than tp", has_copied_heads(c));
   count("experts", c.model.kind == Kind::llama && c.model.llama.experts > 0);
   count("experts on several ranks", expert_ranks(c) > 1);
+  count("experts with a capacity", c.model.kind == Kind::llama && c.model.llama.expert_capacity > 0);
   count("norms of cut heads", c.model.kind == Kind::llama && c.model.llama.qk_norm && c.tensor_ranks() > 1);
   count("biases of cut heads", c.model.kind == Kind::llama && c.model.llama.qkv_bias && c.tensor_ranks() > 1);
+  count("windows", c.model.kind == Kind::llama && c.model.llama.window > 0);
+  count("documents", c.model.kind == Kind::llama && c.model.llama.document_end >= 0);
   count("heads of their own size", c.model.kind == Kind::llama && c.model.llama.head_size > 0);
   count("module called twice or more", odd && c.model.odd.calls > 1);
   count("0-dim parameter", odd && c.model.odd.gain);

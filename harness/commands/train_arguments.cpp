@@ -40,7 +40,7 @@ TrainSchedule schedule_of(const TrainArguments& arguments) {
 }
 
 // A checkpoint that the run goes on from says which model it is, and so do weights that it starts from. --model may repeat it.
-golden::Model model_of(const TrainArguments& arguments) {
+golden::Model named_model(const TrainArguments& arguments) {
   const std::string& weights = arguments.options.weights;
   const auto as_said = [&](const golden::Model& model, const std::string& source) {
     if (arguments.given("--model")) require_same_model(arguments.model, model, source);
@@ -48,6 +48,22 @@ golden::Model model_of(const TrainArguments& arguments) {
   };
   if (const auto resumed = model_to_resume(arguments.options.checkpoints)) return as_said(resumed->model, resumed->folder);
   return weights.empty() ? parse_model(arguments.model) : as_said(model_of_weights(weights), weights + "/config.json");
+}
+
+// --document-end is said of the data, so weights of any llama may be trained with it.
+golden::Model model_of(const TrainArguments& arguments) {
+  golden::Model model = named_model(arguments);
+  if (!arguments.given("--document-end")) return model;
+  SHARD_REQUIRE(
+      model.kind == golden::Model::Kind::llama && arguments.document_end >= 0 && arguments.document_end < model.llama.vocab,
+      "train", "--document-end {} must be a token of a llama, and the model is a {} of {} tokens", arguments.document_end,
+      to_string(model.kind), model.vocab());
+  const bool is_known = model.llama.document_end >= 0 || model_to_resume(arguments.options.checkpoints).has_value();
+  SHARD_REQUIRE(!is_known || model.llama.document_end == arguments.document_end, "train",
+                "--document-end {}, and --model or the run that goes on has {} (-1: none). Leave it out",
+                arguments.document_end, model.llama.document_end);
+  model.llama.document_end = arguments.document_end;
+  return model;
 }
 
 void add_model_options(CLI::App& app, TrainArguments& a) {
@@ -65,6 +81,7 @@ void add_model_options(CLI::App& app, TrainArguments& a) {
                  "next one is multiplied")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
+  add_context_attention(app, o.context_attention);
   app.add_option("--expert-ranks", o.expert_ranks, "so many neighbours along dp_shard share the experts of a llama's layers")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
@@ -77,6 +94,8 @@ void add_data_options(CLI::App& app, TrainArguments& a) {
                  "--token-type files of tokens, and folders of .bin files");
   app.add_option("--token-type", a.token_type,
                  "what a token is in the files: uint8 (text, the default), uint16 or uint32, without a header");
+  app.add_option("--document-end", a.document_end,
+                 "the token that ends a document: the queries of a llama see keys of their own document only");
   app.add_flag("--shuffle", a.shuffle, "take sequences in an order that is drawn anew for each epoch");
   app.add_option("--data-seed", a.data_seed, "the seed of that order")->capture_default_str();
   app.add_option("--validation-part", a.data.validation_part,
@@ -154,6 +173,8 @@ TrainOptions train_options(const TrainArguments& arguments, c10::Device device) 
   options.mesh = chosen_mesh(arguments.mesh);
   options.strategy = chosen_strategy(options.strategy).name;
   options.model = model_of(arguments);
+  SHARD_REQUIRE(!arguments.given("--context-attention") || options.mesh.has(axes::cp), "train",
+                "--context-attention is for a mesh with cp, got --mesh {}", arguments.mesh);
   SHARD_REQUIRE(arguments.arithmetic == "native" || arguments.arithmetic == "canonical", "train",
                 "--arithmetic must be native or canonical, got '{}'", arguments.arithmetic);
   options.model.canonical = arguments.arithmetic == "canonical";

@@ -19,6 +19,7 @@ struct TrainArguments {
   std::string optimizer = "adamw", arithmetic = "native", precision = "float32", check;
   double lr = 1e-3, momentum = 0.9, weight_decay = 0.01;
   int64_t schedule_steps = 0;  // 0: all of them
+  int64_t document_end = -1;   // -1: as the model says
   std::string json, tensorboard;
   std::string config;
   bool print_config = false;

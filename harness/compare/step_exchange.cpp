@@ -1,10 +1,21 @@
 #include "harness/compare/step_exchange.h"
 
+#include <torch/nn/module.h>
+
 #include <algorithm>
+
+#include "shardproof/nn/state_buffers.h"
 
 namespace harness {
 namespace {
 constexpr size_t kStepsAheadMax = 2;
+}
+
+std::vector<std::pair<std::string, at::Tensor>> state_buffers(const torch::nn::Module& module) {
+  std::vector<std::pair<std::string, at::Tensor>> copies;
+  for (const auto& [name, buffer] : shardproof::buffers_of(module).state)
+    if (buffer.scalar_type() == at::kFloat) copies.emplace_back(name, buffer.to(at::kCPU, at::kFloat, false, true));
+  return copies;
 }
 
 bool StepExchange::put(size_t rank, RankStep step) {

@@ -12,6 +12,10 @@
 
 #include "shardproof/sharding/piece.h"
 
+namespace torch::nn {
+class Module;
+}
+
 namespace harness {
 
 // What a property (harness/run/property.h) has against a run.
@@ -40,6 +44,9 @@ struct RankStep {
   std::vector<std::pair<std::string, at::Tensor>> buffers = {};  // that are state, after the step
   std::vector<PropertyComplaint> complaints = {};
 };
+
+// Copies of the module's buffers that are state, of float32.
+std::vector<std::pair<std::string, at::Tensor>> state_buffers(const torch::nn::Module& module);
 
 class StepExchange {
  public:

@@ -6,11 +6,7 @@
 namespace harness {
 
 golden::Model model_of_config(const std::string& path) {
-  const shardproof::checkpoint::HuggingFaceModel described = shardproof::checkpoint::read_hugging_face_config(path);
-  golden::Model model = described_model(described);
-  // Its time and memory are those of the whole sequence, whatever window it attends within.
-  model.llama.positions = described.positions;
-  return model;
+  return described_model(shardproof::checkpoint::read_hugging_face_config(path));
 }
 
 }  // namespace harness

@@ -7,8 +7,8 @@
 
 namespace harness {
 
-// The model that the file, or a folder with it, describes (shardproof/checkpoint/hugging_face.h), whatever window it attends
-// within. Throws Error, which names the file and what it asks for that the models have not.
+// The model that the file, or a folder with it, describes (shardproof/checkpoint/hugging_face.h). Throws Error, which names the
+// file and what it asks for that the models have not.
 golden::Model model_of_config(const std::string& path);
 
 }  // namespace harness

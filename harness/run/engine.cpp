@@ -66,8 +66,9 @@ std::string why_not_model(const Abilities& engine, const Case& c) {
   using Kind = golden::Optimizer::Kind;
   const bool odd = c.model.kind == golden::Model::Kind::odd;
   const golden::Llama& m = c.model.llama;
-  if (c.model.kind == golden::Model::Kind::llama && (m.expert_balance != 0 || m.expert_z != 0 || m.expert_bias != 0))
-    return "losses and biases of routers, which are the harness' own";
+  if (c.model.kind == golden::Model::Kind::llama &&
+      (m.expert_balance != 0 || m.expert_z != 0 || m.expert_bias != 0 || m.expert_capacity != 0))
+    return "losses, biases and capacities of routers, which are the harness' own";
   if (c.model.dropout() > 0) return "dropout, whose masks are the harness' own";
   if (c.optimizer.kind == Kind::lion || c.optimizer.kind == Kind::muon) return "an optimizer that torch.optim lacks";
   if (c.options.arithmetic != 0) return "canonical arithmetic";

@@ -351,8 +351,7 @@ class RankRun {
     for (const std::string& state_name : optimizer_.state_names())
       result.state.emplace_back(state_name, copies(optimizer_.state(state_name)));
     if (ema_) result.state.emplace_back("ema", copies(ema_->pieces()));
-    for (const auto& [name, buffer] : buffers_of(*network_.module).state)
-      if (buffer.scalar_type() == at::kFloat) result.buffers.emplace_back(name, buffer.to(at::kCPU, at::kFloat, false, true));
+    result.buffers = state_buffers(*network_.module);
   }
 
   const Case& case_;

@@ -331,6 +331,7 @@ class RankTraining {
     if (has_main) result.compute_parameters = copies(sharded_.parameters());
     for (const std::string& state_name : optimizer_.state_names())
       result.state.emplace_back(state_name, copies(optimizer_.state(state_name)));
+    result.buffers = state_buffers(*model_.network.module);
   }
 
   const TrainOptions& options_;

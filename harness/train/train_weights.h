@@ -9,8 +9,8 @@
 
 namespace harness {
 
-// Its positions are those that config.json names, or the sliding window where one is in use and is shorter. Throws Error, which
-// names the file, when it is not there or describes a model that the library does not have.
+// Its positions are those that config.json names. Throws Error, which names the file, when it is not there or describes a model
+// that the library does not have.
 golden::Model model_of_weights(const std::string& folder);
 
 // Throws Error when `text`, that of --model, says something else than the model. It names what differs, and `source`, where the

@@ -129,6 +129,7 @@ TEST(ExpertWeights, that_no_family_computes_have_no_config) {
     refused(family, [](O& o) { o.router.scale = 2; }, {"not scaled"});
     refused(family, [](O& o) { o.router.experts = 12, o.router.groups = 2; }, {"out of all"});
     refused(family, [](O& o) { o.shared_intermediate = 4; }, {"none is shared"});
+    refused(family, [](O& o) { o.router.capacity = 1; }, {"without a bias and a capacity"});
   }
 }
 

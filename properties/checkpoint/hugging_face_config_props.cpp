@@ -17,7 +17,9 @@ using namespace family_models;
 RC_GTEST_PROP(HuggingFaceConfig, says_what_the_model_is, ()) {
   HuggingFaceModel model = drawn_model();
   if (auto* llama = std::get_if<LlamaOptions>(&model.options)) {
-    if (model.family != "llama") llama->longest = drawn(0, 5);
+    if (model.family != "llama") llama->window = drawn(0, 5);
+    if (llama->window > 0 && (model.family == "qwen2" || model.family == "qwen3"))
+      llama->full_layers = drawn(0, llama->layers - 1);
     if (*rc::gen::arbitrary<bool>()) llama->rope_scaling = {8, 1, 4, 64};
   }
   const Scratch scratch;
@@ -55,12 +57,28 @@ TEST(HuggingFaceConfig, comes_out_as_it_went_in_with_what_was_changed_since) {
   expected["dtype"] = "float32";
   EXPECT_EQ(json::parse(hugging_face_config(model)), expected);
   auto& options = std::get<LlamaOptions>(model.options);
-  options.longest = 4;
+  options.window = 4;
   options.attention_dropout = 0.25;
   options.rope_theta = 100;
   expected.erase("rope_parameters");
   expected.update({{"sliding_window", 4}, {"attention_dropout", 0.25}, {"rope_theta", 100.0}, {"rope_scaling", nullptr}});
   EXPECT_EQ(json::parse(hugging_face_config(model)), expected);
+  json layers = {
+      {"model_type", "qwen2"}, {"use_sliding_window", true}, {"layer_types", {"full_attention", "sliding_attention"}}};
+  layers.update(source, /*merge_objects=*/false);
+  layers["model_type"] = "qwen2";
+  spill(scratch / "config.json", layers.dump());
+  HuggingFaceModel qwen2 = read_hugging_face_config(scratch.path());
+  EXPECT_TRUE(json::parse(hugging_face_config(qwen2)).contains("layer_types"));
+  // Of what says the same, all that is written has changed.
+  for (const auto& [window, full] : {std::pair<int64_t, int64_t>(4, 1), {8, 0}, {0, 0}}) {
+    HuggingFaceModel changed = qwen2;
+    std::get<LlamaOptions>(changed.options).window = window;
+    std::get<LlamaOptions>(changed.options).full_layers = full;
+    spill(scratch / "config.json", hugging_face_config(changed));
+    const LlamaOptions again = llama_of(read_hugging_face_config(scratch.path()));
+    EXPECT_EQ(std::pair(again.window, again.full_layers), std::pair(window, full));
+  }
 }
 
 TEST(HuggingFaceConfig, defaults_are_those_of_the_package) {
@@ -76,7 +94,7 @@ TEST(HuggingFaceConfig, defaults_are_those_of_the_package) {
                                                "tie_word_embeddings": true, )" +
                                            sizes + "}"));
   EXPECT_TRUE(small.qkv_bias && small.tied && !small.qk_norm);
-  EXPECT_EQ(small.longest, 0);
+  EXPECT_EQ(small.window, 0);
   EXPECT_EQ(small.rope_theta, 1e6);
   EXPECT_EQ(small.norm_eps, 1e-6);
   EXPECT_EQ(small.head_size, 0);
@@ -86,18 +104,53 @@ TEST(HuggingFaceConfig, defaults_are_those_of_the_package) {
   EXPECT_TRUE(large.qk_norm && !large.qkv_bias);
   EXPECT_EQ(large.head_size, 128);
   EXPECT_EQ(large.rope_theta, 5e6);
-  EXPECT_EQ(llama_of(read(R"({"model_type": "mistral", "num_key_value_heads": 2, )" + sizes + "}")).longest, 4096);
+  EXPECT_EQ(llama_of(read(R"({"model_type": "mistral", "num_key_value_heads": 2, )" + sizes + "}")).window, 4096);
   EXPECT_EQ(
-      llama_of(read(R"({"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": null, )" + sizes + "}")).longest,
+      llama_of(read(R"({"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": null, )" + sizes + "}")).window,
       0);
-  EXPECT_EQ(llama_of(read(R"({"model_type": "qwen2", "num_key_value_heads": 2, "use_sliding_window": true,
-                              "sliding_window": 64, )" +
-                          sizes + "}"))
-                .longest,
-            64);
+  // In layers from max_window_layers on, which are 28 where nothing is said.
+  const auto qwen2 = [&](const std::string& more) {
+    const LlamaOptions o = llama_of(read(R"({"model_type": "qwen2", "num_key_value_heads": 2, "use_sliding_window": true,
+                                             "sliding_window": 64, )" +
+                                         more + sizes + "}"));
+    return std::pair(o.window, o.full_layers);
+  };
+  EXPECT_EQ(qwen2(""), std::pair(0L, 0L));
+  EXPECT_EQ(qwen2(R"("max_window_layers": 0, )"), std::pair(64L, 0L));
+  EXPECT_EQ(qwen2(R"("max_window_layers": 1, )"), std::pair(64L, 1L));
+  expect_error([&] { qwen2(R"("layer_types": ["sliding_attention"], )"); }, {"layer_types has 1 entries for 2 layers"});
+  EXPECT_EQ(qwen2(R"("layer_types": ["full_attention", "sliding_attention"], )"), std::pair(64L, 1L));
+  EXPECT_EQ(qwen2(R"("layer_types": ["full_attention", "full_attention"], "max_window_layers": 0, )"), std::pair(0L, 0L));
+  expect_error([&] { qwen2(R"("layer_types": ["sliding_attention", "full_attention"], )"); },
+               {"a layer with a window comes before one without"});
 }
 
 // What the package writes for a Mixtral and a Qwen3Moe, what hub files say, and what is left out there.
+TEST(HuggingFaceConfig, a_window_that_is_null_is_none_and_all_layers_but_of_qwen2_and_qwen3_have_one) {
+  const Scratch scratch;
+  const auto read = [&](const std::string& text) {
+    spill(scratch / "config.json", R"({"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 100, )" +
+                                       text + "}");
+    return llama_of(read_hugging_face_config(scratch / "config.json"));
+  };
+  for (const char* family : {"qwen2", "qwen3", "qwen3_moe"})
+    EXPECT_EQ(read(fmt::format(R"("model_type": "{}", "use_sliding_window": true, "max_window_layers": 0,
+                                  "sliding_window": null)",
+                               family))
+                  .window,
+              0)
+        << family;
+  EXPECT_EQ(read(R"("model_type": "qwen3_moe", "use_sliding_window": true, "sliding_window": 8)").window, 8);
+  for (const char* family : {"mistral", "mixtral"})
+    expect_error(
+        [&] {
+          read(fmt::format(R"("model_type": "{}", "sliding_window": 8, "layer_types": ["full_attention", "full_attention"])",
+                           family));
+        },
+        {"every layer of a", family});
+}
+
 TEST(HuggingFaceConfig, of_models_with_experts_says_which_and_where) {
   const Scratch scratch;
   const auto read = [&](const std::string& text) {
@@ -114,7 +167,7 @@ TEST(HuggingFaceConfig, of_models_with_experts_says_which_and_where) {
   EXPECT_TRUE(mixtral.router.normalized && mixtral.router.score == RouterScore::softmax && !mixtral.qk_norm);
   EXPECT_EQ(mixtral.expert_intermediate, 96);
   const LlamaOptions usual = llama_of(read(R"({"model_type": "mixtral", )" + sizes));
-  EXPECT_EQ(std::tie(usual.router.experts, usual.router.experts_per_token, usual.rope_theta, usual.norm_eps, usual.longest),
+  EXPECT_EQ(std::tie(usual.router.experts, usual.router.experts_per_token, usual.rope_theta, usual.norm_eps, usual.window),
             std::make_tuple(8, 2, 1e6, 1e-5, 0));
   for (const char* word : {"num_experts", "num_local_experts"}) {
     HuggingFaceModel model = read(fmt::format(R"({{"model_type": "qwen3_moe", "{}": 5, "num_experts_per_tok": 2, "head_dim": 8,
@@ -186,12 +239,10 @@ TEST(HuggingFaceConfig, of_what_the_models_cannot_compute_is_refused) {
            {"n_embd should be a whole number above 0 and at most 1073741824", size == std::string("1e3") ? "1000" : size});
   const HuggingFaceModel biased{"llama", LlamaOptions{.qkv_bias = true}, 16};
   expect_error([&] { hugging_face_config(biased); }, {"a llama has no such model", "qkv_bias"});
-}
-
-TEST(Llama, a_sequence_above_the_longest_is_refused) {
-  Llama model(LlamaOptions{.hidden = 16, .heads = 2, .kv_heads = 1, .vocab = 7, .longest = 4});
-  call(model, at::zeros({1, 4}, at::kLong));
-  expect_error([&] { call(model, at::zeros({1, 5}, at::kLong)); }, {"position 4", "longest sequence of this model is 4"});
+  const HuggingFaceModel windowed{"llama", LlamaOptions{.window = 4}, 16},
+      mixed{"mistral", LlamaOptions{.window = 4, .full_layers = 1}, 16};
+  expect_error([&] { hugging_face_config(windowed); }, {"a llama has no such model", "window=4"});
+  expect_error([&] { hugging_face_config(mixed); }, {"a mistral has no such model", "full_layers=1"});
 }
 
 }  // namespace shardproof::checkpoint

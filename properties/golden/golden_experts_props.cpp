@@ -77,7 +77,11 @@ class Token {
   Token(const Llama& llama, const golden::Parameters& parameters, at::Tensor x)
       : m_(llama), parameters_(parameters), x_(std::move(x)) {}
 
-  at::Tensor output() const {
+  struct Term {
+    int64_t expert;
+    double weight;
+  };
+  std::vector<Term> terms() const {
     const Numbers logits = numbers(product("gate.weight", x_));
     const Numbers scores = scores_of(logits);
     const std::vector<int64_t> chosen = largest(scores, candidates(scores), m_.experts_per_token);
@@ -89,8 +93,14 @@ class Token {
     for (const double weight : weights) sum += weight;
     if (m_.score == Score::chosen_softmax || m_.normalized)
       for (double& weight : weights) weight /= sum;
+    std::vector<Term> terms;
+    for (size_t j = 0; j < chosen.size(); ++j) terms.push_back({chosen[j], weights[j] * m_.expert_scale});
+    return terms;
+  }
+
+  at::Tensor output(const std::vector<Term>& terms) const {
     at::Tensor y = at::zeros_like(x_);
-    for (size_t j = 0; j < chosen.size(); ++j) y = y + weights[j] * m_.expert_scale * of_expert(chosen[j]);
+    for (const Term& term : terms) y = y + term.weight * of_expert(term.expert);
     if (m_.shared_width == 0) return y;
     const at::Tensor gate = product("shared_experts.gate_proj.weight", x_);
     return y +
@@ -184,7 +194,55 @@ RC_GTEST_PROP(GoldenExperts, each_token_has_the_sum_of_its_experts_whatever_the_
   const at::Tensor y = golden::mixture(m, forward, "", x);
   RC_ASSERT(y.sizes() == x.sizes());
   for (int64_t b = 0; b < batch; ++b)
-    for (int64_t t = 0; t < length; ++t) RC_ASSERT(are_close(y[b][t], Token(m, parameters, x[b][t]).output()));
+    for (int64_t t = 0; t < length; ++t) {
+      const Token token(m, parameters, x[b][t]);
+      RC_ASSERT(are_close(y[b][t], token.output(token.terms())));
+    }
+}
+
+// A choice stays where fewer than `room` of the same sequence and expert come before it: heavier ones, or equal ones of tokens
+// before.
+RC_GTEST_PROP(GoldenExperts, of_a_sequence_an_expert_keeps_what_weighs_most, ()) {
+  golden::Model model = random_experts();
+  Llama& m = model.llama;
+  m.expert_capacity = pick({0.25, 0.5, 1.0, 1.5});
+  Tensors tensors(*rc::gen::arbitrary<uint64_t>());
+  golden::Parameters parameters;
+  for (const auto& [name, shape] : golden::mixture_shapes(m, "")) parameters[name] = tensors.normal(shape).to(at::kDouble);
+  const int64_t batch = draw(1, 3), length = draw(1, 6);
+  const at::Tensor x = tensors.normal({batch, length, m.hidden}).to(at::kDouble);
+  golden::Forward forward{parameters, model.adapters, {0, 0}};
+  const at::Tensor y = golden::mixture(m, forward, "", x);
+  const double room = std::ceil(m.expert_capacity * double(length * m.experts_per_token) / double(m.experts));
+  for (int64_t b = 0; b < batch; ++b) {
+    std::vector<std::vector<Token::Term>> all;
+    for (int64_t t = 0; t < length; ++t) all.push_back(Token(m, parameters, x[b][t]).terms());
+    const auto stays = [&](size_t token, const Token::Term& term) {
+      double before = 0;
+      for (size_t t = 0; t < all.size(); ++t)
+        for (const Token::Term& other : all[t])
+          before += other.expert == term.expert && (other.weight > term.weight || (other.weight == term.weight && t < token));
+      return before < room;
+    };
+    for (size_t t = 0; t < all.size(); ++t) {
+      std::vector<Token::Term> kept;
+      std::ranges::copy_if(all[t], std::back_inserter(kept), [&](const Token::Term& term) { return stays(t, term); });
+      const auto row = static_cast<int64_t>(t);
+      RC_ASSERT(are_close(y[b][row], Token(m, parameters, x[b][row]).output(kept)));
+    }
+  }
+}
+
+TEST(GoldenExperts, what_is_dropped_is_what_the_definition_says) {
+  const Llama two{.experts = 2, .experts_per_token = 1, .expert_capacity = 1};
+  using Dropped = std::vector<bool>;
+  // Of 3 tokens an expert takes 3 / 2, rounded up; the first sequence is full, and the second has equal weights.
+  EXPECT_EQ(golden::dropped_choices(two, 3, {0, 0, 0, 1, 1, 1}, {0.5, 0.9, 0.7, 0.6, 0.6, 0.6}),
+            (Dropped{true, false, false, false, false, true}));
+  EXPECT_EQ(golden::dropped_choices(two, 1, {1, 1}, {0.1, 0.2}), (Dropped{false, false}));
+  const Llama more{.experts = 3, .experts_per_token = 2, .expert_capacity = 0.75};  // 2 * 2 * 0.75 / 3 = 1
+  EXPECT_EQ(golden::dropped_choices(more, 2, {0, 2, 2, 1}, {0.6, 0.4, 0.7, 0.3}), (Dropped{false, true, false, false}));
+  EXPECT_EQ(golden::dropped_choices({.experts = 1}, 2, {0, 0}, {1, 1}), (Dropped{false, false}));
 }
 
 RC_GTEST_PROP(GoldenExperts, an_expert_that_no_token_chose_has_a_zero_gradient, ()) {
@@ -275,6 +333,7 @@ TEST(GoldenExperts, that_make_no_sense_are_refused) {
   refused({.experts = 2, .dense_layers = -1}, "dense_layers");
   refused({.experts = 2, .expert_scale = NAN}, "expert_scale");
   refused({.experts = 2, .expert_z = NAN}, "expert_z");
+  refused({.experts = 2, .expert_capacity = -1}, "expert_capacity");
   refused({.experts = 2, .expert_bias = 0.1}, "canonical arithmetic has no losses and biases of routers", /*canonical=*/true);
 }
 

@@ -48,6 +48,29 @@ RC_GTEST_PROP(GoldenPython, a_llama_trains_as_in_pytorch, ()) {
   agree(random_run(random_llama()));
 }
 
+// Of a query that sees itself alone, or equal tokens, the gradient of its score is only roundings. So sequences are long enough
+// here, neighbours differ, and the first token ends no document.
+RC_GTEST_PROP(GoldenPython, a_llama_with_windows_and_documents_trains_as_in_pytorch, ()) {
+  golden::Model model = random_llama();
+  golden::Llama& m = model.llama;
+  m.vocab = draw(4, 13);
+  m.positions = draw(3, 7);
+  m.window = pick({0, 2, 3, 4});
+  m.full_layers = m.window > 0 ? draw(0, 1) : 0;
+  m.document_end = draw(-1, 1);
+  golden::Run run = random_run(model);
+  int64_t salt = draw(0, 99);
+  for (golden::Step& step : run.steps)
+    for (auto& ranks : step.microbatches)
+      for (golden::Microbatch& data : ranks) {
+        const int64_t tokens = data.input.size(0) * m.positions;
+        data.input = (at::arange(tokens, at::kLong) * 3 + salt++).remainder(m.vocab).view({-1, m.positions});
+        if (m.document_end >= 0) data.input.select(1, 0).fill_((m.document_end + 1) % m.vocab);
+        data.target = data.input.roll(1, 1);
+      }
+  agree(run);
+}
+
 // Of one expert's weight over itself only roundings are left as a gradient, so such a weight is not normalized here.
 RC_GTEST_PROP(GoldenPython, a_llama_with_experts_trains_as_in_pytorch, ()) {
   using Score = golden::Llama::Score;
@@ -67,6 +90,27 @@ RC_GTEST_PROP(GoldenPython, a_llama_with_experts_trains_as_in_pytorch, ()) {
   m.expert_z = pick({0.0, 0.1});
   m.expert_bias = pick({0.0, 0.2});
   agree(random_run(model));
+}
+
+// Where tokens weigh the same, roundings say who stays: so it is with equal ones at the beginning of a sequence. Weights of a
+// single choice are 1 in both references.
+RC_GTEST_PROP(GoldenPython, a_llama_that_drops_choices_trains_as_in_pytorch, ()) {
+  using Score = golden::Llama::Score;
+  golden::Model model = random_llama();
+  golden::Llama& m = model.llama;
+  m.experts = draw(1, 4);
+  m.experts_per_token = draw(1, m.experts);
+  m.score = pick({Score::softmax, Score::chosen_softmax, Score::sigmoid});
+  m.normalized = m.experts_per_token > 1 && pick({true, false});
+  m.expert_balance = m.experts > 1 ? pick({0.0, 0.3}) : 0;
+  m.expert_bias = pick({0.0, 0.2});
+  m.expert_capacity = pick({0.3, 0.5, 1.0, 1.25});
+  golden::Run run = random_run(model);
+  for (golden::Step& step : run.steps)
+    for (auto& ranks : step.microbatches)
+      for (golden::Microbatch& data : ranks)
+        if (data.input.size(1) > 1) data.input.select(1, 1).copy_((data.input.select(1, 0) + 1).remainder(m.vocab));
+  agree(run);
 }
 
 golden::Optimizer::Kind known_to_torch() {

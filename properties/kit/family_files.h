@@ -39,12 +39,11 @@ inline void on_mesh(const HuggingFaceModel& model, const Setup& setup, uint64_t 
     const auto module = made(model);
     initialize_parameters(*module, uniform_initializer(seed, 0.5));
     std::optional<TensorParallel> parallel;
+    ParallelPlan plan;
     if (setup.tp > 1)
-      parallel.emplace(
-          parallelize(module, comms,
-                      is_gpt(model) ? gpt_plan(std::get<GptOptions>(model.options)) : llama_plan(llama_of(model), setup.tp)));
-    if (setup.sharing > 1)
-      parallel.emplace(parallelize(module, comms, {.styles = {{"model.layers.*.mlp.experts", ExpertParallel{setup.sharing}}}}));
+      plan = is_gpt(model) ? gpt_plan(std::get<GptOptions>(model.options)) : llama_plan(llama_of(model), setup.tp);
+    if (setup.sharing > 1) plan.styles.emplace_back("model.layers.*.mlp.experts", ExpertParallel{setup.sharing});
+    if (!plan.styles.empty()) parallel.emplace(parallelize(module, comms, plan));
     Sharded sharded =
         fully_shard(module, comms, {.strategy = strategy(setup.strategy), .units = by_type<GptBlockImpl, LlamaLayerImpl>()});
     body(sharded, comm->rank());
@@ -74,8 +73,7 @@ inline Setup drawn_setup(const HuggingFaceModel& model) {
   Setup setup{drawn(1, 2), drawn(1, 3), drawn(1, 2)};
   setup.strategy = *rc::gen::elementOf(std::vector<std::string>{"zero3", "zero2", "ddp", "hsdp"});
   if (!has_experts(model)) return setup;
-  setup.tp = 1;
-  setup.sharing = *rc::gen::elementOf(std::vector<int64_t>{1, setup.dp, setup.ranks()});
+  setup.sharing = *rc::gen::elementOf(std::vector<int64_t>{1, setup.dp, setup.replicate * setup.dp});
   return setup;
 }
 

@@ -27,8 +27,9 @@ Data data_of(int64_t step, int64_t length) {
 }  // namespace
 
 std::string MeshSetting::str() const {
+  static constexpr const char* kAttentions[] = {"ring", "gathered", "ulysses"};
   return fmt::format("replicate {} dp {} cp {} tp {} sequence {} {} {} {} recompute {} pieces {}", replicate, dp, cp, tp,
-                     sequence_parallel, strategy, context.attention == ContextAttention::ring ? "ring" : "gathered",
+                     sequence_parallel, strategy, kAttentions[static_cast<size_t>(context.attention)],
                      context.split == ContextSplit::balanced ? "balanced" : "contiguous", recompute, overlap_pieces);
 }
 

@@ -32,7 +32,7 @@ std::vector<Kind> kinds() {
   LlamaOptions scaled = plain, mistral = plain, qwen2 = plain, qwen3 = plain, mixtral = plain, qwen3_moe;
   scaled.rope_theta = 500000;
   scaled.rope_scaling = {.factor = 8, .low_turns = 1, .high_turns = 4, .positions = 1024};
-  mistral.longest = 4096;
+  mistral.window = 4096;
   mistral.head_size = 16;
   qwen2.qkv_bias = qwen2.tied = true;
   qwen2.rope_theta = 1e6;

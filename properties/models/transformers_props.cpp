@@ -152,12 +152,15 @@ TEST(Transformers, a_llama_has_the_names_logits_and_gradients_of_llama) {
 
 TEST(Transformers, llamas_with_biases_norms_and_windows_are_mistral_qwen2_and_qwen3) {
   LlamaOptions mistral = small_llama(2, false), qwen2 = small_llama(2, true), qwen3 = small_llama(2, true);
-  mistral.longest = 9;
+  mistral.window = 3;
   mistral.head_size = 6;
-  expect_same_model("mistral", mistral, "sliding_window", 3);
+  expect_same_model("mistral", mistral, "sliding_window", 4);
   qwen2.qkv_bias = true;
   qwen2.rope_theta = 1e6;
   expect_same_model("qwen2", qwen2, "rope_theta", 100);
+  qwen2.window = 2;
+  qwen2.full_layers = 1;
+  expect_same_model("qwen2", qwen2, "max_window_layers", 0);
   qwen3.qk_norm = true;
   qwen3.head_size = 8;
   expect_same_model("qwen3", qwen3, "rms_norm_eps", 1e-2);
@@ -178,8 +181,8 @@ TEST(Transformers, llamas_with_experts_are_mixtral_and_qwen3_moe) {
   LlamaOptions mixtral = with_experts(5, 2), qwen3 = with_experts(12, 3);
   expect_same_model("mixtral", mixtral, "num_experts_per_tok", 1);
   mixtral.router.score = RouterScore::chosen_softmax;
-  mixtral.longest = 9;
-  expect_same_model("mixtral", mixtral, "sliding_window", 3);
+  mixtral.window = 3;
+  expect_same_model("mixtral", mixtral, "sliding_window", 2);
   qwen3.qk_norm = true;
   qwen3.head_size = 8;
   expect_same_model("qwen3_moe", qwen3, "norm_topk_prob", false);
@@ -238,7 +241,9 @@ TEST(Transformers, a_llama_of_impossible_sizes_is_refused) {
   refused([](O& o) { o.vocab = 0; }, {"sizes must be positive", "vocab=0"});
   refused([](O& o) { o.head_size = -2; }, {"head_size must be even and not below 0", "head_size=-2"});
   refused([](O& o) { o.head_size = 3; }, {"head_size must be even and not below 0", "head_size=3"});
-  refused([](O& o) { o.longest = -1; }, {"longest not below 0", "longest=-1"});
+  refused([](O& o) { o.window = -1; }, {"window=-1"});
+  refused([](O& o) { o.full_layers = -1; }, {"full_layers=-1"});
+  refused([](O& o) { o.document_end = o.vocab; }, {"document_end=", "must be one of the"});
   refused([](O& o) { o.hidden += 1; }, {"must be a multiple of heads", "even quotient"});
   refused([](O& o) { o.hidden = 3 * o.heads; }, {"must be a multiple of heads", "even quotient"});
   refused([](O& o) { o.rope_scaling.factor = 0; }, {"rope_scaling", "factor=0"});

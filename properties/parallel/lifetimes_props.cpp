@@ -89,6 +89,7 @@ TEST(Lifetimes, a_trained_model_that_was_dropped_is_gone) {
                                              {.tp = 2, .sequence_parallel = true},
                                              {.cp = 2},
                                              {.cp = 2, .context = {.attention = ContextAttention::gathered}},
+                                             {.cp = 2, .context = {.attention = ContextAttention::ulysses}},
                                              {.dp = 2, .cp = 2, .tp = 2, .recompute = true}};
   for (const auto& make : {parallel_models::gpt(true), parallel_models::gpt(false, 0.1), parallel_models::llama(false, 1)})
     for (const MeshSetting& setting : settings) {
@@ -176,6 +177,7 @@ std::vector<GraphOp> graph_ops() {
       {"canonical copied keys", canonical_copied_keys, /*copies=*/true},
       canonical_attention("canonical gathered attention", canonical_gathered_attention),
       canonical_attention("canonical ring", canonical_ring_attention),
+      canonical_attention("canonical ulysses", canonical_ulysses_attention),
   };
 }
 

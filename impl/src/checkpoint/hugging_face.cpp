@@ -24,7 +24,7 @@ constexpr std::string_view kFree =
     " architectures model_type transformers_version torch_dtype dtype _name_or_path use_cache bos_token_id eos_token_id "
     "pad_token_id sep_token_id unk_token_id decoder_start_token_id id2label label2id num_labels problem_type output_attentions "
     "output_hidden_states return_dict return_dict_in_generate initializer_range chunk_size_feed_forward is_decoder "
-    "pretraining_tp max_window_layers attention_dropout attn_pdrop embd_pdrop resid_pdrop summary_activation summary_type "
+    "pretraining_tp attention_dropout attn_pdrop embd_pdrop resid_pdrop summary_activation summary_type "
     "summary_first_dropout summary_proj_to_labels summary_use_proj reorder_and_upcast_attn task_specific_params "
     "tokenizer_class "
     "finetuning_task prefix n_ctx gradient_checkpointing max_length min_length do_sample early_stopping num_beams "
@@ -154,7 +154,37 @@ int64_t window_of(const Config& config, const std::string& family) {
   if (family == "mixtral") return config.integer("sliding_window", 0);
   if (family == "mistral") return config.names("sliding_window") ? config.integer("sliding_window", 0) : 4096;
   if (!family.starts_with("qwen") || !config.flag("use_sliding_window", false)) return 0;
-  return config.integer("sliding_window", 4096);
+  return config.names("sliding_window") ? config.integer("sliding_window", 0) : 4096;
+}
+
+// How far its layers see: all that came before, or a window from one layer on.
+void read_window(const Config& config, const std::string& family, LlamaOptions& llama) {
+  const bool by_layer = family == "qwen2" || family == "qwen3";
+  const double full = config.number("max_window_layers", 28);
+  llama.window = window_of(config, family);
+  std::vector<std::string> types = config.texts("layer_types");
+  config.require(types.empty() || std::ssize(types) == llama.layers,
+                 fmt::format("layer_types has {} entries for {} layers", types.size(), llama.layers));
+  if (llama.window == 0) {
+    for (const std::string& type : types)
+      config.require(type == "full_attention",
+                     fmt::format("a layer is of the type '{}', and no sliding window is in use", type));
+    return;
+  }
+  const bool is_listed = !types.empty();
+  for (int64_t i = 0; by_layer && !is_listed && i < llama.layers; ++i)
+    types.push_back(static_cast<double>(i) < full ? "full_attention" : "sliding_attention");
+  for (const std::string& type : types) {
+    config.require(type == "full_attention" || type == "sliding_attention",
+                   fmt::format("a layer is of the type '{}', and those of a Llama see all that came before or a window", type));
+    const bool is_full = type == "full_attention";
+    config.require(!is_full || by_layer,
+                   fmt::format("a layer is of the type '{}', and every layer of a {} has the window", type, family));
+    config.require(!is_full || llama.full_layers == &type - types.data(),
+                   "a layer with a window comes before one without, and a Llama's layers without are its first ones");
+    llama.full_layers += is_full;
+  }
+  if (llama.full_layers >= llama.layers) llama.window = llama.full_layers = 0;
 }
 
 // What the package takes when a file of this family does not say it.
@@ -219,11 +249,8 @@ LlamaOptions llama_of(const Config& config, const std::string& family) {
   llama.tied = config.flag("tie_word_embeddings", false);
   llama.qk_norm = family.starts_with("qwen3");
   llama.qkv_bias = family == "qwen2";
-  llama.longest = window_of(config, family);
+  read_window(config, family, llama);
   if (family.starts_with("qwen")) config.names("sliding_window");  // which says nothing where it is not in use
-  for (const std::string& type : config.texts("layer_types"))
-    config.require(type == "full_attention" || (type == "sliding_attention" && llama.longest > 0),
-                   fmt::format("a layer is of the type '{}', and those of a Llama see all that came before", type));
   const int64_t head = config.integer("head_dim", otherwise.head_size);
   if (head > 0 && head * llama.heads != llama.hidden) llama.head_size = head;
   config.require(!config.flag("attention_bias", false) && !config.flag("mlp_bias", false),
@@ -256,10 +283,10 @@ json config_of_experts(const std::string& family, const LlamaOptions& llama) {
   // A softmax of the chosen logits is one of all of them whose chosen part is divided by its sum.
   const bool normalized = router.normalized || router.score == RouterScore::chosen_softmax;
   SHARD_REQUIRE(router.score != RouterScore::sigmoid && router.scale == 1 && router.groups_per_token == router.groups &&
-                    llama.shared_intermediate == 0 && router.bias_rate == 0,
+                    llama.shared_intermediate == 0 && router.bias_rate == 0 && router.capacity == 0,
                 "hugging_face",
-                "a {} has no such model: its experts are chosen by softmax out of all and without a bias, their weights are "
-                "not scaled, and none is shared",
+                "a {} has no such model: its experts are chosen by softmax out of all, without a bias and a capacity, their "
+                "weights are not scaled, and none is shared",
                 family);
   SHARD_REQUIRE(!mixtral || (normalized && llama.dense_layers == 0), "hugging_face",
                 "a mixtral has no such model: the weights of a token's experts have the sum 1, and every layer has experts");
@@ -312,12 +339,18 @@ json config_of_llama(const HuggingFaceModel& model, const LlamaOptions& llama) {
                               {"low_freq_factor", rope.low_turns},
                               {"high_freq_factor", rope.high_turns},
                               {"original_max_position_embeddings", rope.positions}};
-  const json window = llama.longest > 0 ? json(llama.longest) : json();
+  SHARD_REQUIRE(llama.window == 0 || model.family != "llama", "hugging_face",
+                "a llama has no such model: its queries see all keys before them, got window={}", llama.window);
+  SHARD_REQUIRE(llama.full_layers == 0 || model.family == "qwen2" || model.family == "qwen3", "hugging_face",
+                "a {} has no such model: of these families qwen2 and qwen3 alone have layers with a window and without, got "
+                "full_layers={}",
+                model.family, llama.full_layers);
+  const json window = llama.window > 0 ? json(llama.window) : json();
   if (model.family == "mistral" || model.family == "mixtral") config["sliding_window"] = window;
   if (model.family.starts_with("qwen")) {
-    config["use_sliding_window"] = llama.longest > 0;
+    config["use_sliding_window"] = llama.window > 0;
     config["sliding_window"] = window;
-    config["max_window_layers"] = 0;
+    config["max_window_layers"] = llama.full_layers;
   }
   return config;
 }
@@ -341,6 +374,10 @@ json changed_source(const HuggingFaceModel& model, const json& now) {
   }
   if (differs("num_experts") || differs("num_local_experts"))
     for (const char* word : {"num_experts", "num_local_experts"}) source.erase(word);
+  if (differs("sliding_window") || differs("max_window_layers") || differs("num_hidden_layers")) {
+    source.erase("layer_types");
+    if (now.contains("max_window_layers")) source["max_window_layers"] = now.at("max_window_layers");
+  }
   if (differs("mlp_only_layers")) source["decoder_sparse_step"] = 1;
   for (const auto& [key, value] : now.items())
     if (differs(key.c_str())) source[key] = value;

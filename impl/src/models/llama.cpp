@@ -17,6 +17,20 @@ torch::nn::LinearOptions plain(int64_t in, int64_t out, bool bias = false) {
   return torch::nn::LinearOptions(in, out).bias(bias);
 }
 
+// The gate of a router, which may have a bias of the choice.
+class GateImpl final : public LinearImpl, public HasBuffers {
+ public:
+  using LinearImpl::LinearImpl;
+  void reset_buffers() override {
+    const at::NoGradGuard no_grad;
+    for (const at::Tensor& bias : buffers(/*recurse=*/false)) bias.zero_();
+  }
+};
+
+std::shared_ptr<LinearImpl> gate_of(const LlamaOptions& options) {
+  return std::make_shared<GateImpl>(plain(options.hidden, options.router.experts));
+}
+
 struct Rope {
   int64_t head_size;
   double theta;
@@ -87,9 +101,8 @@ void require_valid(const LlamaOptions& o) {
   SHARD_REQUIRE(o.layers >= 0 && o.hidden > 0 && o.heads > 0 && o.kv_heads > 0 && o.intermediate > 0 && o.vocab > 0, "llama",
                 "sizes must be positive, got layers={} hidden={} heads={} kv_heads={} intermediate={} vocab={}", o.layers,
                 o.hidden, o.heads, o.kv_heads, o.intermediate, o.vocab);
-  SHARD_REQUIRE(o.head_size >= 0 && o.head_size % 2 == 0 && o.longest >= 0, "llama",
-                "head_size must be even and not below 0, longest not below 0, got head_size={} longest={}", o.head_size,
-                o.longest);
+  SHARD_REQUIRE(o.head_size >= 0 && o.head_size % 2 == 0, "llama", "head_size must be even and not below 0, got head_size={}",
+                o.head_size);
   SHARD_REQUIRE(o.head_size > 0 || (o.hidden % o.heads == 0 && o.hidden / o.heads % 2 == 0), "llama",
                 "without head_size hidden={} must be a multiple of heads={} with an even quotient", o.hidden, o.heads);
   const RopeScaling& rope = o.rope_scaling;
@@ -101,6 +114,9 @@ void require_valid(const LlamaOptions& o) {
                 "llama",
                 "with experts expert_intermediate={} must be above 0, shared_intermediate={} and dense_layers={} not below",
                 o.expert_intermediate, o.shared_intermediate, o.dense_layers);
+  SHARD_REQUIRE(o.window >= 0 && o.full_layers >= 0 && o.document_end >= -1 && o.document_end < o.vocab, "llama",
+                "window={} and full_layers={} must not be below 0, and document_end={} must be one of the {} tokens, or -1",
+                o.window, o.full_layers, o.document_end, o.vocab);
   SHARD_REQUIRE(o.heads % o.kv_heads == 0, "llama", "heads={} must be a multiple of kv_heads={}", o.heads, o.kv_heads);
 }
 
@@ -118,16 +134,13 @@ at::Tensor RmsNormImpl::forward(at::Tensor x) {
 }
 
 LlamaAttentionImpl::LlamaAttentionImpl(const LlamaOptions& options)
-    : head_size_(options.features_of_head()),
-      longest_(options.longest),
-      theta_(options.rope_theta),
-      scaling_(options.rope_scaling) {
+    : head_size_(options.features_of_head()), theta_(options.rope_theta), scaling_(options.rope_scaling) {
   const int64_t queries = options.heads * head_size_, keys = options.kv_heads * head_size_;
   q_proj_ = register_module("q_proj", Linear(plain(options.hidden, queries, options.qkv_bias)));
   k_proj_ = register_module("k_proj", Linear(plain(options.hidden, keys, options.qkv_bias)));
   v_proj_ = register_module("v_proj", Linear(plain(options.hidden, keys, options.qkv_bias)));
   positions_ = register_module("positions", Positions());
-  attend_ = register_module("attend", Attention(/*causal=*/true, options.attention_dropout));
+  attend_ = register_module("attend", Attention(AttentionSight(/*causal=*/true, options.window), options.attention_dropout));
   o_proj_ = register_module("o_proj", Linear(plain(queries, options.hidden)));
   if (options.qk_norm) {
     q_norm_ = register_module("q_norm", RmsNorm(head_size_, options.norm_eps));
@@ -136,7 +149,7 @@ LlamaAttentionImpl::LlamaAttentionImpl(const LlamaOptions& options)
 }
 
 // Heads are counted from what the projections give, which may be some of them.
-at::Tensor LlamaAttentionImpl::forward(at::Tensor x) {
+at::Tensor LlamaAttentionImpl::forward(at::Tensor x, at::Tensor documents) {
   const at::Tensor both = x.view_as(x);
   const at::Tensor q = call(q_proj_, x), k = call(k_proj_, both), v = call(v_proj_, both);
   const int64_t batch = q.size(0), length = q.size(1);
@@ -145,33 +158,12 @@ at::Tensor LlamaAttentionImpl::forward(at::Tensor x) {
     return (norm.is_empty() ? each : call(norm, each)).transpose(1, 2);
   };
   const at::Tensor positions = positions_->forward(length);
-  SHARD_REQUIRE(longest_ == 0 || positions.numel() == 0 || positions[-1].item<int64_t>() < longest_, "llama",
-                "a sequence reaches position {}, and the longest sequence of this model is {}", positions[-1].item<int64_t>(),
-                longest_);
   const Rope rope{head_size_, theta_, scaling_};
   const Turn turn = is_canonical() ? canonical_turn_of(positions, rope, q.device()) : turn_of(positions, rope, q);
   const at::Tensor queries = rotated(heads(q, q_norm_), turn), keys = rotated(heads(k, k_norm_), turn);
-  const at::Tensor attended = call(attend_, queries, keys, heads(v, nullptr));
+  const at::Tensor attended = call(attend_, queries, keys, heads(v, nullptr), documents);
   return call(o_proj_, attended.transpose(1, 2).reshape({batch, length, q.size(-1)}));
 }
-
-namespace {
-
-// A router's, which may have a bias of the choice.
-class GateImpl final : public LinearImpl, public HasBuffers {
- public:
-  using LinearImpl::LinearImpl;
-  void reset_buffers() override {
-    const at::NoGradGuard no_grad;
-    for (const at::Tensor& bias : buffers(/*recurse=*/false)) bias.zero_();
-  }
-};
-
-std::shared_ptr<LinearImpl> gate_of(const LlamaOptions& options) {
-  return std::make_shared<GateImpl>(plain(options.hidden, options.router.experts));
-}
-
-}  // namespace
 
 LlamaMlpImpl::LlamaMlpImpl(int64_t hidden, int64_t intermediate) {
   gate_proj_ = register_module("gate_proj", Linear(plain(hidden, intermediate)));
@@ -211,8 +203,9 @@ LlamaLayerImpl::LlamaLayerImpl(const LlamaOptions& options, bool has_experts) {
   attention_norm_ = register_module("post_attention_layernorm", RmsNorm(options.hidden, options.norm_eps));
 }
 
-at::Tensor LlamaLayerImpl::forward(at::Tensor x) {
-  x = x + call(attention_, call(input_norm_, x));
+at::Tensor LlamaLayerImpl::forward(at::Tensor x, at::Tensor documents) {
+  const at::Tensor attended = call(input_norm_, x);
+  x = x + (documents.defined() ? call(attention_, attended, documents) : call(attention_, attended));
   const at::Tensor normed = call(attention_norm_, x);
   return x + (moe_ ? call(moe_, normed) : call(mlp_, normed));
 }
@@ -221,10 +214,14 @@ LlamaImpl::LlamaImpl(LlamaOptions options) : options_(options) {
   require_valid(options);
   auto model = register_module("model", std::make_shared<torch::nn::Module>("model"));
   tokens_ = model->register_module("embed_tokens", Embedding(options.vocab, options.hidden));
+  if (options.document_end >= 0) documents_ = model->register_module("documents", Documents(options.document_end));
   auto layers = model->register_module("layers", std::make_shared<torch::nn::Module>("layers"));
-  for (int64_t i = 0; i < options.layers; ++i)
-    layers_.push_back(layers->register_module(std::to_string(i),
-                                              LlamaLayer(options, options.router.experts > 0 && i >= options.dense_layers)));
+  for (int64_t i = 0; i < options.layers; ++i) {
+    LlamaOptions own = options;
+    if (i < options.full_layers) own.window = 0;
+    const bool has_experts = options.router.experts > 0 && i >= options.dense_layers;
+    layers_.push_back(layers->register_module(std::to_string(i), LlamaLayer(own, has_experts)));
+  }
   norm_ = model->register_module("norm", RmsNorm(options.hidden, options.norm_eps));
   if (options.tied) {
     tied_head_ = register_module("lm_head", std::make_shared<torch::nn::Module>("lm_head"));
@@ -237,7 +234,9 @@ LlamaImpl::LlamaImpl(LlamaOptions options) : options_(options) {
 at::Tensor LlamaImpl::forward(at::Tensor tokens) {
   SHARD_REQUIRE(tokens.dim() == 2, "llama", "tokens must be [batch, length], got {}", fmt::join(tokens.sizes(), "x"));
   at::Tensor x = call(tokens_, tokens);
-  for (const LlamaLayer& layer : layers_) x = call(layer, x);
+  const at::Tensor documents = documents_ ? documents_->forward(tokens) : at::Tensor();
+  // A style of tensor parallelism around a layer takes one tensor.
+  for (const LlamaLayer& layer : layers_) x = documents.defined() ? call(layer, x, documents) : call(layer, x);
   x = call(norm_, x);
   if (!options_.tied) return call(head_, x);
   const auto head = [this](at::Tensor hidden) {

@@ -73,6 +73,17 @@ struct Add : torch::autograd::Function<Add> {
   }
 };
 
+// Where a layer adds to. Throws Error when nobody collects.
+const std::shared_ptr<AuxiliaryRecord>& collecting() {
+  const AuxiliaryScope& scope = auxiliary_scope();
+  SHARD_REQUIRE(scope.record, "auxiliary_losses",
+                "a layer has a loss of its own, or counts, and nobody collects it. Make an AuxiliaryLosses before the forward, "
+                "and give the loss to its add_to");
+  SHARD_REQUIRE(scope.runs_again || !scope.record->is_added, "auxiliary_losses",
+                "a forward after add_to. Make an AuxiliaryLosses for each forward");
+  return scope.record;
+}
+
 }  // namespace
 
 AuxiliaryScope& auxiliary_scope() {
@@ -95,20 +106,6 @@ at::Tensor AuxiliaryLosses::add_to(const at::Tensor& loss) {
   for (const std::function<void()>& count : std::exchange(record_->counts, {})) count();
   return record_->sum.defined() ? Add::apply(loss, record_) : loss;
 }
-
-namespace {
-
-const std::shared_ptr<AuxiliaryRecord>& collecting() {
-  const AuxiliaryScope& scope = auxiliary_scope();
-  SHARD_REQUIRE(scope.record, "auxiliary_losses",
-                "a layer has a loss of its own, or counts, and nobody collects it. Make an AuxiliaryLosses before the forward, "
-                "and give the loss to its add_to");
-  SHARD_REQUIRE(scope.runs_again || !scope.record->is_added, "auxiliary_losses",
-                "a forward after add_to. Make an AuxiliaryLosses for each forward");
-  return scope.record;
-}
-
-}  // namespace
 
 at::Tensor carry_loss(const at::Tensor& x, const at::Tensor& loss) {
   const std::shared_ptr<AuxiliaryRecord>& record = collecting();

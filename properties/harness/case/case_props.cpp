@@ -117,7 +117,12 @@ TEST(Case, every_field_of_a_llama_is_in_the_text) {
   normed.model.llama.qk_norm = true;
   biased.model.llama.qkv_bias = true;
   wide.model.llama.head_size = 10;
-  for (const Case& c : {tied, dropped, normed, biased, wide}) {
+  Case windowed = base, packed = base;
+  windowed.model.llama.window = 3;
+  Case mixed = windowed;
+  mixed.model.llama.full_layers = 1;
+  packed.model.llama.document_end = 0;
+  for (const Case& c : {tied, dropped, normed, biased, wide, windowed, mixed, packed}) {
     EXPECT_TRUE(texts.insert(c.str()).second) << "not in the text: " << c.str();
     EXPECT_EQ(Case::parse(c.str()), c);
   }
@@ -138,6 +143,7 @@ TEST(Case, every_field_of_experts_is_in_the_text_and_has_simpler_values) {
                                                             [](Llama& m) { m.expert_balance = 0.5; },
                                                             [](Llama& m) { m.expert_z = 0.25; },
                                                             [](Llama& m) { m.expert_bias = 0.125; },
+                                                            [](Llama& m) { m.expert_capacity = 1.25; },
                                                             [](Llama& m) { m.dense_layers = 1; },
                                                             [](Llama& m) { m.score = Llama::Score::chosen_softmax; },
                                                             [](Llama& m) { m.score = Llama::Score::sigmoid; },
@@ -278,6 +284,9 @@ TEST(Case, experts_that_cannot_run_are_refused) {
     const std::string text = std::string(kExperts).replace(std::string(kExperts).find(part), strlen(part), other);
     expect_error([&] { Case::parse(text); }, parts);
   };
+  refused("experts=6,", "window=-1,experts=6,", {"window=-1"});
+  refused("experts=6,", "full_layers=1,experts=6,", {"full_layers=1", "without a window every layer is full"});
+  refused("experts=6,", "document_end=9,experts=6,", {"document_end=9", "one of the vocab=9 tokens"});
   refused("experts=6,", "experts=5,", {"expert_groups=3", "experts=5"});
   refused("experts=6,", "experts=-1,", {"experts"});
   refused("experts=6,", "", {"without experts", "experts=4"});
@@ -291,6 +300,10 @@ TEST(Case, experts_that_cannot_run_are_refused) {
   refused("top_k=2", "top_k=2,expert_scale=0", {"expert_scale=0"});
   refused("groups_per_token=2", "groups_per_token=4", {"groups_per_token=4"});
   refused("top_k=2", "top_k=2,expert_balance=-1", {"expert_balance=-1"});
+  refused("top_k=2", "top_k=2,expert_capacity=-1", {"expert_capacity=-1"});
+  expect_error(
+      [] { Case::parse("llama(experts=2,expert_capacity=1) mesh(dp_shard=2,cp=2) zero1 sgd(lr=0.1) fast seed=1 : step"); },
+      {"expert_capacity=1", "the mesh axis cp cuts"});
   expect_error(
       [] {
         Case::parse(
@@ -323,6 +336,17 @@ TEST(Generate, limits_hold) {
     EXPECT_EQ(tiny.steps.size(), 3u);
     EXPECT_LE(tiny.model.mlp.widths.size(), 5u);
   }
+}
+
+TEST(Generate, capacities_of_experts_are_drawn_and_not_where_a_tolerance_judges) {
+  int drawn = 0;
+  for (int64_t i = 0; i < 3000; ++i) {
+    const Case c = generate(5, i, {});
+    if (c.model.llama.expert_capacity == 0) continue;
+    ++drawn;
+    EXPECT_NE(c.mode, Mode::fast) << c.str();
+  }
+  EXPECT_GE(drawn, 15);
 }
 
 // Shares in percent that no feature may fall below: nobody should believe in cases that are never drawn.

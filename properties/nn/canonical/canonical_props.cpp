@@ -91,10 +91,11 @@ TEST(Canonical, attention_is_that_of_plain_arithmetic_with_grouped_heads_too) {
 TEST(Canonical, attention_has_the_same_bits_however_many_heads_a_core_takes_at_a_time) {
   struct Case {
     int64_t heads, kv_heads, length;
-    bool causal = true, masked = false;
+    bool causal = true, masked = false, documents = false;
   };
-  for (const auto& [heads, kv_heads, length, causal, masked] :
-       {Case{6, 3, 140}, Case{6, 3, 200}, Case{4, 1, 150}, Case{5, 5, 130, false, true}, Case{6, 3, 140, true, true}}) {
+  for (const auto& [heads, kv_heads, length, causal, masked, documents] :
+       {Case{6, 3, 140}, Case{6, 3, 200}, Case{4, 1, 150}, Case{5, 5, 130, false, true}, Case{6, 3, 140, true, true},
+        Case{6, 3, 140, true, false, true}}) {
     const int64_t served = heads / kv_heads, half = length / 2;
     const at::Tensor q = values({2, heads, length, 4}, 1), k = values({2, kv_heads, length, 4}, 2),
                      v = values({2, kv_heads, length, 4}, 3), dy = values(q.sizes(), 4);
@@ -112,8 +113,13 @@ TEST(Canonical, attention_has_the_same_bits_however_many_heads_a_core_takes_at_a
       for (at::Tensor& x : in) x.set_requires_grad(true);
       std::vector<int64_t> positions(static_cast<size_t>(p.queries));
       std::iota(positions.begin(), positions.end(), p.query);
+      AttentionSight sight(causal, documents ? 50 : 0);
+      // Others in each sample.
+      const at::Tensor numbers = at::arange(2 * length, at::kLong).view({2, length}).div(60, "floor");
+      if (documents) sight.documents = numbers.narrow(0, p.sample, p.samples);
       const at::Tensor y =
-          canonical_ops::attention(in[0], in[1], in[2], positions, causal, "a", mask.defined() ? of_queries(mask) : mask);
+          canonical_ops::attention(in[0], in[1], in[2], positions, causal, "a", mask.defined() ? of_queries(mask) : mask,
+                                   sight.hidden_besides(positions, whole_rows(length).rows, length, at::kCPU));
       std::vector<at::Tensor> results = torch::autograd::grad({y}, in, {of_queries(dy)});
       results.push_back(y.detach());
       return results;
@@ -162,7 +168,9 @@ TEST(Canonical, attention_with_dropout_is_that_of_plain_arithmetic) {
 // Output and gradients of attention over a sequence that is dealt out, put together again.
 struct Dealt {
   int64_t ranks, length;
-  bool causal, drops, ring;
+  AttentionSight sight;
+  bool drops;
+  decltype(&canonical_ring_attention) attention;
   ContextSplit split;
 };
 
@@ -176,8 +184,7 @@ std::vector<at::Tensor> attended(const Dealt& d) {
     for (const at::Tensor& x : {q, k, v}) own.push_back(context_piece(x, 2, cut, comm->rank()).set_requires_grad(true));
     std::optional<AttentionDropout> dropout;
     if (d.drops) dropout = AttentionDropout{{.key = 7, .probability = 0.25}, whole_rows(2), whole_rows(4)};
-    const auto attention = d.ring ? canonical_ring_attention : canonical_gathered_attention;
-    const at::Tensor y = attention(own[0], own[1], own[2], cut, d.causal, dropout, "a", *comm);
+    const at::Tensor y = d.attention(own[0], own[1], own[2], cut, d.sight, dropout, "a", *comm);
     y.backward(context_piece(dy, 2, cut, comm->rank()));
     const at::NoGradGuard no_grad;
     std::vector<at::Tensor> whole;
@@ -188,21 +195,33 @@ std::vector<at::Tensor> attended(const Dealt& d) {
   return results;
 }
 
-TEST(Canonical, a_ring_and_a_gather_give_the_bits_of_the_whole_sequence) {
-  for (const bool causal : {true, false})
-    for (const bool drops : {true, false})
-      for (const int64_t length : {1, 4, 9}) {
-        const auto whole = attended({1, length, causal, drops, false, ContextSplit::balanced});
+// All keys, those before a query, those of a window, and those of a query's document.
+std::vector<AttentionSight> sights(int64_t length) {
+  std::vector<AttentionSight> all = {false, true, AttentionSight(true, 3), true};
+  const at::Tensor numbers = at::arange(2 * length, at::kLong).view({2, length});
+  all.back().documents = at::stack({numbers[0].div(3, "floor"), numbers[1].div(5, "floor")});
+  return all;
+}
+
+TEST(Canonical, a_ring_a_gather_and_an_exchange_of_heads_give_the_bits_of_the_whole_sequence) {
+  for (const int64_t length : {1, 4, 9}) {
+    const std::vector<AttentionSight> all = sights(length);
+    for (size_t sight = 0; sight < all.size(); ++sight)
+      for (const bool drops : {true, false}) {
+        const auto whole = attended({1, length, all[sight], drops, canonical_gathered_attention, ContextSplit::balanced});
         for (const int64_t ranks : {1, 2, 3, 4})
-          for (const bool ring : {true, false})
+          for (const auto& [name, way] :
+               {std::pair<const char*, decltype(&canonical_ring_attention)>("ring", canonical_ring_attention),
+                {"gathered", canonical_gathered_attention},
+                {"ulysses", canonical_ulysses_attention}})
             for (const ContextSplit split : {ContextSplit::balanced, ContextSplit::contiguous}) {
-              const auto dealt = attended({ranks, length, causal, drops, ring, split});
+              const auto dealt = attended({ranks, length, all[sight], drops, way, split});
               for (size_t i = 0; i < whole.size(); ++i)
-                EXPECT_TRUE(same_bits(whole[i], dealt[i]))
-                    << "result " << i << " on " << ranks << " ranks, length " << length << (causal ? " causal" : "")
-                    << (drops ? " dropout" : "") << (ring ? " ring" : " gathered");
+                EXPECT_TRUE(same_bits(whole[i], dealt[i])) << "result " << i << " on " << ranks << " ranks, length " << length
+                                                           << ", sight " << sight << (drops ? " dropout " : " ") << name;
             }
       }
+  }
 }
 
 TEST(Canonical, a_product_has_the_same_bits_however_what_is_summed_is_cut) {
@@ -272,7 +291,8 @@ struct Setting {
   bool tied = false, llama = false;
   int64_t kv_heads = 4;  // of a Llama with 8 heads
   double dropout = 0;
-  bool ring = false, recompute = false;
+  ContextAttention attention = ContextAttention::gathered;
+  bool recompute = false;
 };
 
 constexpr int64_t kVocab = 13, kLength = 8, kSteps = 3;
@@ -314,8 +334,7 @@ Trained train(const Setting& s) {
     std::optional<TensorParallel> parallel;
     std::optional<ContextParallel> context;
     if (s.tp > 1) parallel = parallelize(model.module, comms, model.plan);
-    const auto attention = s.ring ? ContextAttention::ring : ContextAttention::gathered;
-    if (s.cp > 1) context = context_parallel(model.module, comms, {.attention = attention});
+    if (s.cp > 1) context = context_parallel(model.module, comms, {.attention = s.attention});
     Sharded sharded = fully_shard(model.module, comms,
                                   {.strategy = strategy(s.strategy),
                                    .units = by_type<GptBlockImpl, LlamaLayerImpl>(),
@@ -361,8 +380,9 @@ void expect_same_bits_on_every_mesh(const Setting& model, const std::vector<Sett
     setting.kv_heads = model.kv_heads;
     setting.dropout = model.dropout;
     const Trained run = train(setting);
-    const std::string where = fmt::format("replicate {} dp {} cp {} tp {} sequence {} ring {} {}", setting.replicate,
-                                          setting.dp, setting.cp, setting.tp, setting.sequence, setting.ring, setting.strategy);
+    const std::string where =
+        fmt::format("replicate {} dp {} cp {} tp {} sequence {} attention {} {}", setting.replicate, setting.dp, setting.cp,
+                    setting.tp, setting.sequence, static_cast<int>(setting.attention), setting.strategy);
     EXPECT_EQ(golden.losses, run.losses) << where;
     for (size_t i = 0; i < golden.parameters.size(); ++i)
       EXPECT_TRUE(same_bits(golden.parameters[i].second, run.parameters[i].second))
@@ -374,7 +394,7 @@ TEST(Canonical, a_gpt_trains_to_the_same_bits_on_every_mesh) {
   for (const bool tied : {false, true})
     expect_same_bits_on_every_mesh({.tied = tied}, {{.tp = 2},
                                                     {.tp = 4, .sequence = true},
-                                                    {.cp = 2, .ring = true},
+                                                    {.cp = 2, .attention = ContextAttention::ring},
                                                     {.dp = 2, .cp = 3, .strategy = "zero2"},
                                                     {.dp = 2, .cp = 2, .tp = 2, .sequence = true},
                                                     {.replicate = 2, .dp = 2, .tp = 3, .strategy = "hsdp"}});
@@ -388,13 +408,13 @@ TEST(Canonical, a_llama_trains_to_the_same_bits_on_every_mesh) {
 }
 
 TEST(Canonical, dropout_has_the_same_bits_on_every_mesh_and_when_it_is_computed_again) {
-  expect_same_bits_on_every_mesh({.dropout = 0.25},
-                                 {{.recompute = true},
-                                  {.tp = 4, .sequence = true},
-                                  {.dp = 2, .cp = 2, .tp = 2, .sequence = true, .ring = true, .recompute = true},
-                                  {.dp = 2, .cp = 3, .strategy = "zero2"}});
+  expect_same_bits_on_every_mesh(
+      {.dropout = 0.25}, {{.recompute = true},
+                          {.tp = 4, .sequence = true},
+                          {.dp = 2, .cp = 2, .tp = 2, .sequence = true, .attention = ContextAttention::ring, .recompute = true},
+                          {.dp = 2, .cp = 3, .strategy = "zero2"}});
   expect_same_bits_on_every_mesh({.llama = true, .kv_heads = 2, .dropout = 0.5},
-                                 {{.tp = 4, .recompute = true}, {.dp = 2, .cp = 2, .ring = true}});
+                                 {{.tp = 4, .recompute = true}, {.dp = 2, .cp = 2, .attention = ContextAttention::ring}});
 }
 
 TEST(Canonical, key_heads_in_copies_train_to_the_same_bits) {
@@ -403,7 +423,7 @@ TEST(Canonical, key_heads_in_copies_train_to_the_same_bits) {
                                    {{.tp = 4},
                                     {.tp = 4, .sequence = true, .strategy = "ddp"},
                                     {.dp = 2, .tp = 8, .strategy = "zero2"},
-                                    {.dp = 1, .cp = 2, .tp = 4, .sequence = true, .ring = true}});
+                                    {.dp = 1, .cp = 2, .tp = 4, .sequence = true, .attention = ContextAttention::ring}});
 }
 
 TEST(Canonical, what_would_depend_on_the_mesh_is_refused) {

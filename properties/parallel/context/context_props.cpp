@@ -24,34 +24,66 @@ at::Tensor integers(std::vector<int64_t> sizes, int64_t salt) {
   return (at::arange(c10::multiply_integers(sizes), at::kLong) * 7 + salt * 13).remainder(9).sub(4).to(at::kDouble).view(sizes);
 }
 
-at::Tensor plain_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal) {
-  Attention attention(causal);
-  return attention->forward(q, k, v);
+at::Tensor plain_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionSight& sight) {
+  Attention attention(sight);
+  return attention->forward(q, k, v, sight.documents);
 }
+
+using Way = decltype(&ring_attention);
+const std::vector<std::pair<const char*, Way>> kWays = {
+    {"ring", ring_attention}, {"gathered", gathered_attention}, {"ulysses", ulysses_attention}};
 
 struct Case {
   int64_t ranks, length, heads, kv_heads;
-  bool causal, ring;
+  AttentionSight sight;
+  Way way;
   ContextSplit split;
 };
 
+// Of two sequences: a window or none, and documents of a few lengths, others in each, or none.
+AttentionSight random_sight(int64_t length) {
+  const auto causal = *rc::gen::arbitrary<bool>();
+  AttentionSight sight(causal, causal ? *rc::gen::elementOf(std::vector<int64_t>{0, 0, 1, 2, 3, 7, 30}) : 0);
+  if (!*rc::gen::arbitrary<bool>()) return sight;
+  const at::Tensor ends = integers({2, length}, *rc::gen::inRange<int64_t>(0, 9)).ge(3).to(at::kLong);
+  sight.documents = ends.cumsum(1);
+  return sight;
+}
+
 Case random_case() {
   const auto kv_heads = *rc::gen::inRange<int64_t>(1, 4);
+  const auto length = *rc::gen::inRange<int64_t>(1, 20);
+  const auto [name, way] = *rc::gen::elementOf(kWays);
   const Case c{*rc::gen::inRange<int64_t>(1, 5),
-               *rc::gen::inRange<int64_t>(1, 20),
+               length,
                kv_heads * *rc::gen::inRange<int64_t>(1, 4),
                kv_heads,
-               *rc::gen::arbitrary<bool>(),
-               *rc::gen::arbitrary<bool>(),
+               random_sight(length),
+               way,
                *rc::gen::elementOf(std::vector<ContextSplit>(std::begin(kSplits), std::end(kSplits)))};
-  RC_LOG() << fmt::format("ranks {} length {} heads {} kv_heads {} causal {} ring {} balanced {}\n", c.ranks, c.length, c.heads,
-                          c.kv_heads, c.causal, c.ring, c.split == ContextSplit::balanced);
+  RC_LOG() << fmt::format("ranks {} length {} heads {} kv_heads {} causal {} window {} documents {} {} balanced {}\n", c.ranks,
+                          c.length, c.heads, c.kv_heads, c.sight.causal, c.sight.window, c.sight.documents.defined(), name,
+                          c.split == ContextSplit::balanced);
   return c;
 }
 
 struct Attended {
   at::Tensor output, q, k, v;  // and gradients, whole
 };
+
+// Which keys each query sees: bool [2, queries, keys].
+at::Tensor seen_by_loops(const Case& c) {
+  const at::Tensor seen = at::zeros({2, c.length, c.length}, at::kBool);
+  for (int64_t b = 0; b < 2; ++b)
+    for (int64_t i = 0; i < c.length; ++i)
+      for (int64_t j = 0; j < c.length; ++j) {
+        const bool later = c.sight.causal && j > i, gone = c.sight.window > 0 && i - j >= c.sight.window;
+        const at::Tensor& documents = c.sight.documents;
+        const bool other = documents.defined() && documents[b][i].item<int64_t>() != documents[b][j].item<int64_t>();
+        seen[b][i][j] = !later && !gone && !other;
+      }
+  return seen;
+}
 
 Attended attend_on_ranks(const Case& c, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& dy) {
   Attended result;
@@ -60,8 +92,7 @@ Attended attend_on_ranks(const Case& c, const at::Tensor& q, const at::Tensor& k
     const auto own = [&](const at::Tensor& x) { return context_piece(x, 2, cut, comm->rank()); };
     const at::Tensor q_own = own(q).set_requires_grad(true), k_own = own(k).set_requires_grad(true),
                      v_own = own(v).set_requires_grad(true);
-    const auto attention = c.ring ? ring_attention : gathered_attention;
-    const at::Tensor y = attention(q_own, k_own, v_own, cut, c.causal, {}, *comm);
+    const at::Tensor y = c.way(q_own, k_own, v_own, cut, c.sight, {}, *comm);
     y.backward(own(dy));
     const at::NoGradGuard no_grad;
     const auto whole = [&](const at::Tensor& x) { return context_gather(x, 2, cut, *comm); };
@@ -121,12 +152,11 @@ RC_GTEST_PROP(Context, gathering_inverts_cutting_and_sums_gradients_where_they_b
 // Where all scores are equal, every step is exact up to one division: other orders of sums make no difference.
 RC_GTEST_PROP(Context, attention_with_equal_scores_is_the_mean_of_the_values_bit_for_bit, ()) {
   const Case c = random_case();
-  if (!c.ring) return;  // softmax divides before it adds
+  if (c.way != ring_attention) return;  // softmax divides before it adds
   const at::Tensor q = at::zeros({2, c.heads, c.length, 2}, at::kDouble), k = integers({2, c.kv_heads, c.length, 2}, 1),
                    v = integers({2, c.kv_heads, c.length, 2}, 2);
-  const at::Tensor seen = at::ones({c.length, c.length}, at::kDouble);
-  const at::Tensor weights = c.causal ? seen.tril() : seen;
-  const at::Tensor means = at::matmul(weights, v) / weights.sum(1, /*keepdim=*/true);
+  const at::Tensor weights = seen_by_loops(c).to(at::kDouble).unsqueeze(1);
+  const at::Tensor means = at::matmul(weights, v) / weights.sum(-1, /*keepdim=*/true);
   const Attended run = attend_on_ranks(c, q, k, v, at::ones_like(q));
   RC_ASSERT(at::equal(run.output, means.repeat_interleave(c.heads / c.kv_heads, 1)));
 }
@@ -141,7 +171,7 @@ RC_GTEST_PROP(Context, attention_over_ranks_is_that_of_the_whole_sequence, ()) {
                    v = waves({kBatch, c.kv_heads, c.length, kHead}, 2.1), dy = waves({kBatch, c.heads, c.length, kHead}, 0.9);
   const at::Tensor q_whole = q.clone().set_requires_grad(true), k_whole = k.clone().set_requires_grad(true),
                    v_whole = v.clone().set_requires_grad(true);
-  const at::Tensor expected = plain_attention(q_whole, k_whole, v_whole, c.causal);
+  const at::Tensor expected = plain_attention(q_whole, k_whole, v_whole, c.sight);
   expected.backward(dy);
   const Attended run = attend_on_ranks(c, q, k, v, dy);
   RC_ASSERT(apart(run.output, expected) < 1e-12);
@@ -154,7 +184,7 @@ TEST(Context, attention_in_bfloat16_is_as_near_as_one_rounding_of_its_result) {
   const at::Tensor q = waves({2, 4, 11, 8}, 1.3).to(at::kBFloat16), k = waves({2, 2, 11, 8}, 0.7).to(at::kBFloat16),
                    v = waves({2, 2, 11, 8}, 2.1).to(at::kBFloat16), dy = waves({2, 4, 11, 8}, 0.9).to(at::kBFloat16);
   const at::Tensor expected = plain_attention(q.to(at::kDouble), k.to(at::kDouble), v.to(at::kDouble), true);
-  const Attended run = attend_on_ranks({3, 11, 4, 2, true, true, ContextSplit::balanced}, q, k, v, dy);
+  const Attended run = attend_on_ranks({3, 11, 4, 2, true, ring_attention, ContextSplit::balanced}, q, k, v, dy);
   EXPECT_EQ(run.output.scalar_type(), at::kBFloat16);
   EXPECT_EQ(run.k.scalar_type(), at::kBFloat16);
   // Half a unit in the last of 8 bits, and float32's roundings.
@@ -167,17 +197,67 @@ RC_GTEST_PROP(Context, gathered_attention_in_low_precision_has_the_bits_of_the_w
   // add in float16 (AVX512-FP16): one element in some thousand is then the neighbour.
   constexpr int64_t kHead = 4;
   Case c = random_case();
-  c.ring = false;
+  if (c.way == ring_attention) c.way = gathered_attention;
   const auto input = [&](int64_t heads, double step) {
     return waves({2, heads, c.length, kHead}, step).to(at::kBFloat16).set_requires_grad(true);
   };
   const at::Tensor q = input(c.heads, 1.3), k = input(c.kv_heads, 0.7), v = input(c.kv_heads, 2.1);
   const at::Tensor dy = input(c.heads, 0.9).detach();
-  const at::Tensor expected = plain_attention(q, k, v, c.causal);
+  const at::Tensor expected = plain_attention(q, k, v, c.sight);
   expected.backward(dy);
   const Attended run = attend_on_ranks(c, q.detach(), k.detach(), v.detach(), dy);
   RC_ASSERT(at::equal(run.output, expected));
   RC_ASSERT(at::equal(run.q, q.grad()));
+}
+
+TEST(Context, ulysses_exchanges_heads_for_positions_twice_in_each_direction) {
+  constexpr int64_t kLength = 12, kRanks = 3;
+  auto trace = std::make_shared<Trace>();
+  run_threads(kRanks, [&](std::shared_ptr<Comm> comm) {
+    const auto recorded = traced(comm, trace);
+    const DimCut cut = context_cut(ContextSplit::balanced, kLength, kRanks);
+    const at::Tensor q = waves({1, 6, 4, 2}, comm->rank() + 1).set_requires_grad(true), k = waves({1, 3, 4, 2}, 2);
+    ulysses_attention(q, k, k, cut, true, {}, *recorded).sum().backward();
+  });
+  for (int64_t rank = 0; rank < kRanks; ++rank) {
+    ASSERT_EQ(trace->of_rank(rank).size(), 4u);
+    for (const TraceRecord& record : trace->of_rank(rank)) EXPECT_EQ(record.op, "all_to_all") << record.call;
+  }
+}
+
+// Which also says how long the sequences are, of which a rank has a part.
+TEST(Context, documents_of_other_sizes_than_the_whole_sequences_are_refused) {
+  for (const auto& [name, way] : kWays)
+    expect_error(
+        [&, attend = way] {
+          run_threads(2, [&](std::shared_ptr<Comm> comm) {
+            const DimCut cut = context_cut(ContextSplit::balanced, 8, 2);
+            const at::Tensor x = waves({2, 2, 4, 2}, 1);
+            AttentionSight sight;
+            sight.documents = at::zeros({2, 4}, at::kLong);
+            attend(x, x, x, cut, sight, {}, *comm);
+          });
+        },
+        {"2 sequences of 8 positions", "int64 2x8, got Long 2x4"});
+  Attention attention;
+  const at::Tensor x = waves({2, 2, 4, 2}, 1);
+  expect_error([&] { attention->forward(x, x, x, at::zeros({2, 4})); }, {"must be int64 2x4, got Float 2x4"});
+  expect_error([] { Attention attend(AttentionSight(true, -1)); }, {"a window of -1 keys"});
+  expect_error([] { Attention attend(AttentionSight(false, 3)); }, {"a window of 3 keys", "only causal attention"});
+}
+
+// Their tokens come out as if each document had been alone in its sequence.
+TEST(Context, documents_behind_one_another_are_as_if_each_were_alone) {
+  for (const int64_t window : {0, 2}) {
+    Llama model(
+        LlamaOptions{.layers = 2, .hidden = 16, .heads = 4, .kv_heads = 2, .vocab = 9, .window = window, .document_end = 3});
+    initialize_parameters(*model, 3, 0.3);
+    model->to(at::kDouble);
+    const at::Tensor both = at::tensor({1, 5, 3, 7, 4, 4, 2}, at::kLong).unsqueeze(0);
+    const at::Tensor logits = call(model, both);
+    for (const auto& [begin, length] : {std::pair<int64_t, int64_t>(0, 3), {3, 4}})
+      EXPECT_LT(apart(call(model, both.narrow(1, begin, length)), logits.narrow(1, begin, length)), 1e-5);
+  }
 }
 
 TEST(Context, the_ring_sends_each_ranks_keys_around_and_gathers_nothing) {
@@ -210,7 +290,8 @@ TEST(Context, ring_attention_merges_blocks_of_very_different_scores) {
                      v = waves({1, 2, length, 4}, 2.1);
     for (const bool causal : {false, true}) {
       const at::Tensor expected = plain_attention(q, k, v, causal);
-      const Attended run = attend_on_ranks({3, length, 2, 2, causal, true, ContextSplit::balanced}, q, k, v, at::ones_like(q));
+      const Attended run =
+          attend_on_ranks({3, length, 2, 2, causal, ring_attention, ContextSplit::balanced}, q, k, v, at::ones_like(q));
       EXPECT_LT(apart(run.output, expected), 1e-11);
       EXPECT_TRUE(run.q.isfinite().all().item<bool>());
     }
@@ -219,16 +300,23 @@ TEST(Context, ring_attention_merges_blocks_of_very_different_scores) {
 
 TEST(Context, a_gpt_on_any_mesh_trains_as_the_unsharded_one) {
   const ContextOptions gathered{.attention = ContextAttention::gathered}, contiguous{.split = ContextSplit::contiguous},
+      ulysses{.attention = ContextAttention::ulysses},
       both{.attention = ContextAttention::gathered, .split = ContextSplit::contiguous};
   expect_equal_on_meshes(
       parallel_models::gpt(true),
       {{1, 2, 1}, {2, 2, 1, false, "zero2", gathered}, {1, 3, 1, false, "ddp"}, {1, 2, 2, true, "zero3", contiguous}}, {8, 7});
   expect_equal_on_meshes(parallel_models::gpt(false),
-                         {{2, 2, 2}, {1, 4, 1, false, "zero1", both}, {4, 2, 1}, {1, 2, 3, false, "zero3", gathered}}, {8, 5});
+                         {{2, 2, 2},
+                          {1, 4, 1, false, "zero1", both},
+                          {1, 3, 1, false, "zero3", ulysses},
+                          {4, 2, 1},
+                          {1, 2, 3, false, "zero3", gathered}},
+                         {8, 5});
 }
 
 TEST(Context, a_llama_on_any_mesh_trains_as_the_unsharded_one) {
-  const ContextOptions gathered{.attention = ContextAttention::gathered};
+  const ContextOptions gathered{.attention = ContextAttention::gathered}, ulysses{.attention = ContextAttention::ulysses};
+  expect_equal_on_meshes(parallel_models::llama(false, 3), {{2, 2, 1, false, "zero3", ulysses}}, {8, 7});
   expect_equal_on_meshes(parallel_models::llama(false, 3),
                          {{1, 2, 1}, {2, 2, 1, false, "zero2", gathered}, {1, 2, 3, true, "zero3"}}, {8, 7});
   expect_equal_on_meshes(parallel_models::llama(true, 2),

@@ -95,6 +95,13 @@ TEST(Experts, gradients_are_sums_over_the_world_on_every_view) {
     }
 }
 
+// Each expert takes one token of a sequence.
+TEST(Experts, gradients_are_the_same_on_any_mesh_where_choices_are_dropped) {
+  LlamaOptions options = layer_options(4, /*shared=*/3);
+  options.router.capacity = 0.5;
+  for (const Strategy& row : strategies()) parity::expect_trains_like_plain(trainee(options), plan_of(grid(2, 2), row.name, 2));
+}
+
 TEST(Experts, averages_in_collectives_are_over_the_world_too) {
   parity::Plan plan = plan_of(ranks(4), "zero3", 2, Divide::in_collective);
   plan.tolerance = 1e-6;
@@ -129,6 +136,39 @@ TEST(Experts, ranks_and_experts_without_tokens_are_ordinary) {
     EXPECT_EQ(experts->down_proj.grad().abs().sum().item<float>() > 0, comms->rank() == 2);
     EXPECT_TRUE(same_bits(parallel.gather_parameters().back().second, whole));
   });
+}
+
+// Against a layer that gets the choices that go somewhere, and each as a token of its own. On the second rank nothing goes
+// anywhere.
+TEST(Experts, a_choice_that_goes_nowhere_is_no_row_of_any_expert) {
+  const auto share = [](Experts& experts, const std::shared_ptr<MeshComm>& comms, bool canonical) {
+    initialize_parameters(*experts, 3, 0.5);
+    if (canonical) experts->to(at::kDouble), use_canonical_arithmetic(*experts);
+    return parallelize(experts.ptr(), comms, {.styles = {{"", ExpertParallel{comms->mesh().size()}}}});
+  };
+  for (const bool canonical : {false, true})
+    for (const int64_t sharing : {1, 3})
+      on_mesh(ranks(sharing), [&](const std::shared_ptr<MeshComm>& comms) {
+        const auto dtype = canonical ? at::kDouble : at::kFloat;
+        const bool goes = comms->rank() != 1;
+        const at::Tensor chosen = goes ? matrix({{0, -1}, {-1, -1}, {3, 1}, {-1, 2}}) : at::full({4, 2}, -1, at::kLong);
+        const at::Tensor places = at::nonzero(chosen.flatten() >= 0).flatten(), tokens = places.floor_divide(2);
+        const at::Tensor x = toy::data({4, kHidden}, comms->rank()).to(dtype).requires_grad_();
+        const at::Tensor weights = toy::data({4, 2}, 7).to(dtype).requires_grad_(), factors = toy::data({4, kHidden}, 8);
+        const at::Tensor alone = x.detach().index_select(0, tokens).requires_grad_();
+        const at::Tensor weight = weights.detach().flatten().index_select(0, places).unsqueeze(1).requires_grad_();
+        Experts experts(4, kHidden, 5), others(4, kHidden, 5);
+        const TensorParallel parallel = share(experts, comms, canonical), beside = share(others, comms, canonical);
+        const at::Tensor y = call(experts, x, chosen, weights);
+        const at::Tensor terms = call(others, alone, chosen.flatten().index_select(0, places).unsqueeze(1), weight);
+        EXPECT_TRUE(at::equal(y, at::zeros_like(y).index_add(0, tokens, terms)));
+        (y * factors).sum().backward();
+        (terms * factors.index_select(0, tokens)).sum().backward();
+        EXPECT_TRUE(at::equal(x.grad(), at::zeros_like(x).index_add(0, tokens, alone.grad())));
+        EXPECT_TRUE(at::equal(weights.grad().flatten(), at::zeros({8}, dtype).index_copy(0, places, weight.grad().flatten())));
+        EXPECT_TRUE(same_bits(experts->gate_up_proj.grad(), others->gate_up_proj.grad()));
+        EXPECT_TRUE(same_bits(experts->down_proj.grad(), others->down_proj.grad()));
+      });
 }
 
 TEST(Experts, every_rank_begins_with_the_experts_of_rank_0) {
@@ -254,7 +294,7 @@ TEST(Experts, what_would_be_wrong_silently_is_refused_on_every_rank) {
     options.gradient_divide = 1;
     expect_error([&] { fully_shard(whole.ptr(), comms, options); }, {"Numerics::canonical", "2 ranks share"});
   });
-  expect_error([] { Dispatch(matrix({{-1}}), 2, nullptr); }, {"expert -1", "counted from 0"});
+  expect_error([] { Dispatch(matrix({{-2}}), 2, nullptr); }, {"expert -2", "-1 is nowhere"});
 }
 
 TEST(Experts, what_does_not_fit_is_refused_by_name) {
@@ -304,7 +344,8 @@ TEST(Experts, ranks_along_tp_that_would_send_pieces_of_sequences_are_refused) {
 
 // Whatever the order of axes: the norm, too, counts what ranks along tp hold in copies once.
 TEST(Experts, beside_ranks_along_tp_have_the_gradients_of_the_whole_model) {
-  const LlamaOptions options{.vocab = 11, .router = {.experts = 4}, .expert_intermediate = 5, .dense_layers = 1};
+  const LlamaOptions options{
+      .vocab = 11, .router = {.experts = 4, .capacity = 0.75}, .expert_intermediate = 5, .dense_layers = 1};
   const at::Tensor tokens = at::arange(12).view({2, 6}).remainder(11);
   const auto loss_of = [](const at::Tensor& logits) { return logits.square().sum(); };
   const auto made = [&options] {

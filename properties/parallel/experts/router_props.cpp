@@ -1,6 +1,8 @@
-// What keeps experts equally busy: losses and biases of routers.
+// What keeps experts equally busy: losses, biases and capacities of routers.
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
+
+#include <cmath>
 
 #include "properties/kit/bits.h"
 #include "properties/kit/expect_error.h"
@@ -173,6 +175,108 @@ TEST(Routers, a_bias_rises_where_its_expert_was_chosen_less_than_the_mean) {
   });
 }
 
+namespace {
+
+// Which choices [tokens, experts of one] of a sequence are not dropped: those that fewer than `room` of the same expert come
+// before, heavier ones or equal ones of earlier tokens.
+at::Tensor stay(const Routes& all, int64_t room) {
+  const at::Tensor experts = all.experts.flatten(), weights = all.weights.detach().flatten();
+  at::Tensor result = at::zeros(experts.sizes(), at::kBool);
+  for (int64_t i = 0; i < experts.numel(); ++i) {
+    const at::Tensor heavier = (weights > weights[i]) | ((weights == weights[i]) & (at::arange(experts.numel()) < i));
+    result[i] = (heavier & (experts == experts[i])).sum().item<int64_t>() < room;
+  }
+  return result.view_as(all.experts);
+}
+
+Routes part(const Routes& routes, int64_t begin, int64_t tokens) {
+  return {routes.experts.narrow(0, begin, tokens), routes.weights.narrow(0, begin, tokens)};
+}
+
+}  // namespace
+
+// Two of five, as 5 / 3 is rounded up. The second token weighs most, and the other three that chose expert 0 weigh the same.
+TEST(Routers, an_expert_keeps_of_a_sequence_what_weighs_most_and_of_equal_weights_the_first) {
+  Bare router({.experts = 3, .experts_per_token = 1, .normalized = false, .capacity = 1});
+  const Routes routes = router.choose(matrix({{2, 0, 0}, {3, 0, 0}, {2, 0, 0}, {0, 0, 1}, {2, 0, 0}}).unsqueeze(0));
+  EXPECT_TRUE(are_experts(routes.experts, {0, 0, -1, 2, -1})) << routes.experts;
+  EXPECT_TRUE(at::equal(routes.weights == 0, routes.experts == -1)) << routes.weights;
+}
+
+TEST(Routers, weights_are_compared_before_they_are_rounded) {
+  Bare router({.experts = 2, .experts_per_token = 1, .normalized = false, .capacity = 1});
+  const at::Tensor logits = matrix({{5, 0}, {5.03125, 0}}).to(at::kBFloat16);
+  const Routes all = route(logits, {.experts = 2, .experts_per_token = 1, .normalized = false});
+  ASSERT_TRUE(same_bits(all.weights[0], all.weights[1])) << all.weights;
+  const Routes routes = router.choose(logits.unsqueeze(0));
+  EXPECT_TRUE(are_experts(routes.experts, {-1, 0})) << routes.experts;
+  EXPECT_TRUE(same_bits(routes.weights[1], all.weights[1]));
+}
+
+// Small whole logits, so that many weights are equal. A batch of three sequences, and each of them alone.
+TEST(Routers, what_is_dropped_is_a_matter_of_each_sequence_and_leaves_all_else_as_it_was) {
+  int64_t salt = 0, dropped = 0;
+  for (const RouterScore score : {RouterScore::softmax, RouterScore::chosen_softmax, RouterScore::sigmoid})
+    for (const double capacity : {0.3, 1.0, 1.25, 9.0})
+      for (const int64_t tokens : {0, 1, 4, 9})
+        for (const int64_t each : {1, 3}) {
+          RouterOptions options{.experts = kExperts, .experts_per_token = each, .score = score, .normalized = salt % 2 == 0};
+          const at::Tensor logits = toy::data({3, tokens, kExperts}, ++salt).mul(2).round().to(at::kDouble).requires_grad_();
+          const at::Tensor own = logits.detach().clone().requires_grad_();
+          const Routes all = route(own.flatten(0, 1), options);
+          options.capacity = capacity;
+          Bare router(options);
+          const Routes routes = router.choose(logits);
+          const auto room = static_cast<int64_t>(std::ceil(capacity * double(tokens * each) / kExperts));
+          std::vector<at::Tensor> stays;
+          for (int64_t s = 0; s < 3; ++s) {
+            stays.push_back(stay(part(all, s * tokens, tokens), room));
+            const Routes alone = router.choose(logits.narrow(0, s, 1)), here = part(routes, s * tokens, tokens);
+            EXPECT_TRUE(at::equal(alone.experts, here.experts) && same_bits(alone.weights, here.weights));
+          }
+          const at::Tensor wanted = at::cat(stays);
+          dropped += (~wanted).sum().item<int64_t>();
+          EXPECT_TRUE(at::equal(routes.experts, all.experts.masked_fill(~wanted, -1))) << capacity << ' ' << all.experts;
+          EXPECT_TRUE(same_bits(routes.weights, all.weights.masked_fill(~wanted, 0)));
+          const at::Tensor factors = toy::data(all.weights.sizes().vec(), salt).to(at::kDouble);
+          (routes.weights * factors).sum().backward();
+          (all.weights * factors.masked_fill(~wanted, 0)).sum().backward();
+          EXPECT_TRUE(at::equal(logits.grad(), own.grad())) << logits.grad() << own.grad();
+        }
+  EXPECT_GT(dropped, 100);
+}
+
+TEST(Routers, losses_and_biases_are_of_what_was_chosen_before_anything_is_dropped) {
+  on_mesh(ranks(1), [](const std::shared_ptr<MeshComm>& comms) {
+    std::vector<at::Tensor> losses, gradients, biases;
+    for (const double capacity : {0.0, 0.5}) {
+      RouterOptions options = options_with(0.5, 0.25, 0.125);
+      options.capacity = capacity;
+      Bare router(options);
+      const at::Tensor logits = toy::data({2, 7, kExperts}, 4).requires_grad_();
+      AuxiliaryLosses auxiliary;
+      const Routes routes = router.choose(logits);
+      EXPECT_EQ((routes.experts == -1).any().item<bool>(), capacity > 0);
+      losses.push_back(auxiliary.add_to((routes.weights * 0).sum()));
+      losses.back().backward();
+      update_router_biases(router, *comms);
+      gradients.push_back(logits.grad());
+      biases.push_back(router.bias());
+    }
+    EXPECT_TRUE(same_bits(losses[0], losses[1]) && at::equal(gradients[0], gradients[1]) && same_bits(biases[0], biases[1]));
+    EXPECT_GT(biases[0].abs().max().item<double>(), 0);
+  });
+}
+
+TEST(Routers, a_capacity_where_sequences_are_cut_is_refused_on_every_rank) {
+  on_mesh(Mesh({{"cp", 2}}), [](const std::shared_ptr<MeshComm>& comms) {
+    Llama model(LlamaOptions{.vocab = 11, .router = {.experts = 4, .capacity = 1.5}, .expert_intermediate = 5});
+    ContextParallel context = context_parallel(model.ptr(), comms);
+    const at::Tensor own = context.cut(at::arange(8).view({1, 8}), 1);
+    expect_error([&] { call(model, own); }, {"experts", "capacity 1.5", "Leave out the capacity"});
+  });
+}
+
 TEST(Routers, a_loss_that_nobody_takes_is_an_error) {
   MoeMlp moe = layer(options_with(0.5, 0, 0));
   expect_error([&] { call(moe, batch(1)); }, {"auxiliary_losses", "nobody collects it", "Make an AuxiliaryLosses"});
@@ -196,6 +300,7 @@ TEST(Routers, a_loss_that_nobody_takes_is_an_error) {
     expect_error([&] { torch::autograd::grad({twice}, parameters, {}, true, /*create_graph=*/true); }, {"create_graph"});
   }
   expect_error([&] { layer(options_with(-1, 0, 0)); }, {"experts", "balance_loss -1"});
+  expect_error([&] { layer({.experts = kExperts, .capacity = -0.5}); }, {"experts", "capacity -0.5"});
   MoeMlp biased = layer(options_with(0, 0, 0.1));
   {
     AuxiliaryLosses again;

@@ -40,7 +40,8 @@ class Subject:
     options: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     ep: Sequence[int] = ()
     """How many neighbours among the data-parallel ranks may have different experts. `parallelize` is given one of those that
-    divide these ranks as `ep`, in each segment another one. Empty: the engine does not know `ep`, and is not given it."""
+    divide these ranks as `ep`, or 1 where none does, in each segment another one. Empty: the engine does not know `ep`, and is
+    not given it."""
     optimizers: Sequence[str] = ("sgd", "momentum", "adamw")
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.float64)
     clips: Sequence[tuple[float, float] | None] = CLIPS
@@ -61,6 +62,8 @@ class Subject:
     def __post_init__(self) -> None:
         if self.ep and ("ep" in self.options or "ep" in self.mesh):
             raise ValueError("ep is drawn by itself, as what divides the data-parallel ranks: take it out of options and mesh")
+        if any(each < 1 for each in self.ep):
+            raise ValueError(f"ep lists numbers of ranks, which are at least 1, got {tuple(self.ep)}")
 
     strict = False
     """Whether all that a model has and sees is the plain one's, norms are known where nothing is clipped, and parameters that

@@ -205,11 +205,18 @@ UNWRAP = """
 def script_of(subject: Subject, verdict: Verdict) -> str:
     """The script of a counterexample, or nothing if the functions' sources cannot stand by themselves."""
     try:
+        if _needs_its_package(inspect.getsource(subject.parallelize)):
+            return ""
         text = _script(subject, verdict)
         compile(text, "script", "exec")
         return text
     except (OSError, TypeError, SyntaxError, AttributeError):
         return ""
+
+
+def _needs_its_package(source: str) -> bool:
+    """Whether a script of its own cannot have it: by its imports, or by what it says of a model beside `wrap_optimizer`."""
+    return any(word in source for word in ("from .", "parameters=", "gradients=", "microbatch="))
 
 
 def _script(subject: Subject, verdict: Verdict) -> str:

@@ -21,17 +21,17 @@ struct HuggingFaceModel {
   std::variant<GptOptions, LlamaOptions> options;
   int64_t positions = 0;  // max_position_embeddings: the longest sequence that it was made for
   // The text of the config.json that it was read from, which says more than the fields above: the tokens that begin and end a
-  // text, the window, whatever the package keeps there. It is written again, with what was changed in the fields since. "":
+  // text, whatever the package keeps there. It is written again, with what was changed in the fields since. "":
   // there is none, and those tokens are written as null.
   std::string source = "";
   std::string generation = "";  // the text of the generation_config.json beside it; "": there is none
 };
 
 // Reads a config.json, or that of a folder. What is absent has the value that the package takes. Dropout is not read: set it in
-// the options. Nor are losses that balance experts (router_aux_loss_coef), which the library has not. Where the model attends
-// within a sliding window, `longest` is that window, since shorter sequences do not notice it. Throws Error, which names the
-// file and what it asks for, when the library's models cannot compute it: another family, biases where they have none, scaled
-// rotary positions, other activations, or an entry that is not known and not off.
+// the options. Nor is router_aux_loss_coef, since the package's loss for balance is another than the library's (see
+// RouterOptions::balance_loss). Throws Error, which names the file and what it asks for, when the library's models cannot
+// compute it: another family, biases where they have none, scaled rotary positions, other activations, windows in other layers
+// than the last ones, or an entry that is not known and not off.
 HuggingFaceModel read_hugging_face_config(const std::string& path, FileSystem& files = system_files());
 // The same of its text. `path` is for messages.
 HuggingFaceModel parse_hugging_face_config(const std::string& text, const std::string& path);

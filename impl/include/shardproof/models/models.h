@@ -141,7 +141,9 @@ struct LlamaOptions {
   bool qk_norm = false;          // RMS norms over the features of each head's queries and keys before rotation, as in Qwen3
   bool qkv_bias = false;         // biases of the projections of queries, keys and values, as in Qwen2
   int64_t head_size = 0;         // how many features a head has, an even number; 0: hidden / heads
-  int64_t longest = 0;           // the longest sequence that the model takes; 0: any
+  int64_t window = 0;            // how many keys a query sees, up to its own, as Mistral's sliding_window; 0: all before it
+  int64_t full_layers = 0;       // so many layers, the first ones, have no window all the same, as Qwen2's max_window_layers
+  int64_t document_end = -1;     // the token that ends a document: queries see keys of their own document alone; -1: none does
   RopeScaling rope_scaling = {};
   // With experts a layer has a MoeMlp in place of the gated MLP.
   RouterOptions router = {};
@@ -166,14 +168,14 @@ class RmsNormImpl : public torch::nn::Module, public CanonicalPart {
 TORCH_MODULE(RmsNorm);
 
 // Causal attention with rotary positions (Su et al. 2021) and grouped queries (Ainslie et al. 2023): [B, T, hidden] ->
-// [B, T, hidden].
+// [B, T, hidden]. `documents` is that of AttentionSight.
 class LlamaAttentionImpl : public torch::nn::Module, public CanonicalPart {
  public:
-  explicit LlamaAttentionImpl(const LlamaOptions& options);
-  at::Tensor forward(at::Tensor x);
+  explicit LlamaAttentionImpl(const LlamaOptions& options);  // `options.window` is the layer's own
+  at::Tensor forward(at::Tensor x, at::Tensor documents = {});
 
  private:
-  int64_t head_size_, longest_;
+  int64_t head_size_;
   double theta_;
   RopeScaling scaling_;
   Linear q_proj_{nullptr}, k_proj_{nullptr}, v_proj_{nullptr}, o_proj_{nullptr};
@@ -213,7 +215,7 @@ TORCH_MODULE(MoeMlp);
 class LlamaLayerImpl : public torch::nn::Module {
  public:
   LlamaLayerImpl(const LlamaOptions& options, bool has_experts);
-  at::Tensor forward(at::Tensor x);
+  at::Tensor forward(at::Tensor x, at::Tensor documents = {});
 
  private:
   LlamaAttention attention_{nullptr};
@@ -240,6 +242,7 @@ class LlamaImpl : public torch::nn::Module, public CanonicalPart {
  private:
   LlamaOptions options_;
   Embedding tokens_{nullptr};
+  Documents documents_{nullptr};  // null where no token ends one
   std::vector<LlamaLayer> layers_;
   RmsNorm norm_{nullptr};
   Linear head_{nullptr};

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "shardproof/nn/attention_sight.h"
 #include "shardproof/nn/canonical/canonical.h"
 #include "shardproof/nn/dropout.h"
 
@@ -33,12 +34,15 @@ class SequenceRule {
   virtual int64_t length(int64_t own) = 0;
   // The sum of what the ranks with the sequence's tokens hold, in place. Collective.
   virtual void sum(at::Tensor& own) = 0;
+  // Whole sequences [B, T] of which this rank has `own`, without a gradient. Collective.
+  virtual at::Tensor whole(const at::Tensor& own) = 0;
   // Attention of this rank's queries to all keys; shapes as in `Attention` below.
-  virtual at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
+  virtual at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionSight& sight,
                             const std::optional<AttentionDropout>& dropout) = 0;
   // The same with canonical arithmetic. `name` appears in messages.
-  virtual at::Tensor attend_canonically(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
-                                        const std::optional<AttentionDropout>& dropout, const std::string& name) = 0;
+  virtual at::Tensor attend_canonically(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                        const AttentionSight& sight, const std::optional<AttentionDropout>& dropout,
+                                        const std::string& name) = 0;
   // A pointer that keeps the rule in effect as long as somebody holds it; null when the rule has no such owner.
   virtual std::shared_ptr<void> held() { return {}; }
 };
@@ -70,31 +74,50 @@ class PositionsImpl : public torch::nn::Module, public SequencePart {
 };
 TORCH_MODULE(Positions);
 
+// The documents that lie behind one another in sequences, each of which ends with the token `end`: tokens [B, T] of this rank
+// -> the number of the document of each position, int64 [B, T of the whole sequence]. `Attention` takes it. Collective where a
+// rank has a part of a sequence.
+class DocumentsImpl : public torch::nn::Module, public SequencePart {
+ public:
+  explicit DocumentsImpl(int64_t end) : end_(end) {}
+  at::Tensor forward(const at::Tensor& tokens);
+
+ private:
+  int64_t end_;
+};
+TORCH_MODULE(Documents);
+
 // Scaled dot-product attention: q [B, heads, T, head], k and v [B, kv_heads, T, head] -> [B, heads, T, head]. `heads` is a
-// multiple of `kv_heads`, and a key head serves heads / kv_heads neighbouring query heads. `dropout` is the probability of
-// dropout on attention probabilities. Where tensor parallelism cuts the heads, the module needs the style CutAttention; with as
-// many key heads as query heads CutDropout{1, ..}, counted in heads, is enough. A model that enters it through `call` can have
-// it recomputed (ShardOptions::recompute_modules).
+// multiple of `kv_heads`, and a key head serves heads / kv_heads neighbouring query heads. `documents`, where it is defined, is
+// as in AttentionSight. `dropout` is the probability of dropout on attention probabilities. Where tensor parallelism cuts the
+// heads, the module needs the style CutAttention; with as many key heads as query heads CutDropout{1, ..}, counted in heads, is
+// enough. A model that enters it through `call` can have it recomputed (ShardOptions::recompute_modules).
 class AttentionImpl : public torch::nn::Module, public SequencePart, public CanonicalPart {
  public:
-  explicit AttentionImpl(bool causal = true, double dropout = 0) : causal_(causal), dropout_(dropout) {}
-  at::Tensor forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
+  explicit AttentionImpl(AttentionSight sight = true, double dropout = 0) : sight_(std::move(sight)), dropout_(dropout) {}
+  at::Tensor forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& documents = {});
 
   std::shared_ptr<const CopiedKeys> copied_keys;  // null when no key head is copied, or arithmetic is not canonical
 
  private:
-  at::Tensor canonically(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+  at::Tensor canonically(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionSight& sight,
                          const std::optional<AttentionDropout>& dropout);
 
-  bool causal_;
+  AttentionSight sight_;
   double dropout_;
 };
 TORCH_MODULE(Attention);
 
-// The same attention with an explicit mask: query i attends to key j when allowed[i, j]. When `allowed` is undefined, every
-// query attends to every key. `q_positions` and `k_positions` say where the rows of q and k lie in the whole sequence, which
-// determines the dropout mask.
-at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& allowed,
+// The attention of the module on whole sequences, for whoever has them: q [B, heads, T, head], k and v [B, kv_heads, T, head].
+at::Tensor whole_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionSight& sight,
+                           const std::optional<AttentionDropout>& dropout);
+at::Tensor canonical_whole_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionSight& sight,
+                                     const std::optional<AttentionDropout>& dropout, const std::string& name);
+
+// The same attention with an explicit mask: query i does not attend to key j when hidden[.., i, j]. When `hidden` is undefined,
+// every query attends to every key. `q_positions` and `k_positions` say where the rows of q and k lie in the whole sequence,
+// which determines the dropout mask.
+at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& hidden,
                             const std::optional<AttentionDropout>& dropout, const DimRows& q_positions,
                             const DimRows& k_positions);
 

@@ -35,6 +35,11 @@ struct Heads {
     const int64_t served = of / x.size(1);
     return x.narrow(0, sample, 1).narrow(1, head / served, std::max<int64_t>(1, count / served));
   }
+  Sight operator()(Sight sight) const {
+    const bool apart = !all && sight.hidden.defined() && sight.hidden.size(0) > 1;
+    if (apart) sight.hidden = sight.hidden.narrow(0, sample, 1);
+    return sight;
+  }
 };
 
 // Calls f(heads) for so few heads at a time that their matrices of queries by keys stay in a core's cache from one operation to
@@ -53,19 +58,19 @@ void by_heads(const at::Tensor& q, const at::Tensor& k, const F& f) {
 struct Attend : torch::autograd::Function<Attend> {
   static Variable forward(AutogradContext* ctx, const Variable& given_q, const Variable& given_k, const Variable& given_v,
                           const std::vector<int64_t>& positions, bool causal, const std::string& name,
-                          const c10::optional<Variable>& given_mask) {
+                          const c10::optional<Variable>& given_mask, const c10::optional<Variable>& hidden) {
     const at::Tensor mask = given_mask.value_or(at::Tensor());
     const at::Tensor q = fixed::require_double(given_q, name), k = fixed::require_double(given_k, name),
                      v = fixed::require_double(given_v, name);
     fixed::require_terms(std::max(k.size(2), q.size(3)), name);
     const std::vector<int64_t> keys = all_positions(k.size(2));
     fixed::Terms terms;
-    const Sight sight(positions, keys, causal, q.device());
+    const Sight sight(positions, keys, causal, q.device(), hidden.value_or(at::Tensor()));
     const at::Tensor all_shares = at::empty({q.size(0), q.size(1), q.size(2), k.size(2)}, q.options());
     Mixture mixture(q);
     by_heads(q, k, [&](const Heads& heads) {
       const at::Tensor shares = heads(all_shares);
-      write_scores(heads(q), heads(k), sight, shares, terms);
+      write_scores(heads(q), heads(k), heads(sight), shares, terms);
       raise(shares, largest(shares), sight);
       Mixture own = mixture.part(heads);
       own.add(shares, heads(mask), heads(v), sight, terms);
@@ -90,7 +95,7 @@ struct Attend : torch::autograd::Function<Attend> {
     const at::Tensor of_keys = at::zeros(k.sizes(), integers), of_values = at::zeros(v.sizes(), integers);
     Gradients gradients(q, dys[0].contiguous(), output);
     fixed::Terms terms;
-    const Sight sight(positions, keys, ctx->saved_data["causal"].toBool(), q.device());
+    const Sight sight(positions, keys, ctx->saved_data["causal"].toBool(), q.device());  // what else is hidden has no share
     at::Tensor room;  // that all heads use in turn, since new pages are slow
     by_heads(q, k, [&](const Heads& heads) {
       const at::Tensor own_shares = heads(shares);
@@ -100,15 +105,21 @@ struct Attend : torch::autograd::Function<Attend> {
               room.narrow(1, 0, own_shares.size(1)));
     });
     terms.require_fit(what);
-    return {
-        fixed::from_units(gradients.of_queries()), fixed::from_units(of_keys), fixed::from_units(of_values), {}, {}, {}, {}};
+    return {fixed::from_units(gradients.of_queries()),
+            fixed::from_units(of_keys),
+            fixed::from_units(of_values),
+            {},
+            {},
+            {},
+            {},
+            {}};
   }
 };
 
 }  // namespace
 
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::vector<int64_t>& positions,
-                     bool causal, const std::string& name, const at::Tensor& mask) {
+                     bool causal, const std::string& name, const at::Tensor& mask, const at::Tensor& hidden) {
   SHARD_REQUIRE(q.dim() == 4 && k.dim() == 4 && k.sizes() == v.sizes() && q.size(0) == k.size(0) && q.size(3) == k.size(3) &&
                     k.size(1) > 0 && q.size(1) % k.size(1) == 0 && std::ssize(positions) == q.size(2),
                 "canonical", "{}: q {} at {} positions, k {} and v {} do not fit", name, fmt::join(q.sizes(), "x"),
@@ -120,7 +131,8 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   SHARD_REQUIRE(!mask.defined() || mask.sizes() == of_mask, "canonical", "{}: a mask of sizes {} for scores of {}", name,
                 fmt::join(mask.sizes(), "x"), fmt::join(of_mask, "x"));
   const auto factors = mask.defined() ? c10::make_optional(fixed::require_double(mask, name)) : c10::nullopt;
-  return Attend::apply(q, k, v, positions, causal, name, factors);
+  const auto besides = hidden.defined() ? c10::make_optional(hidden) : c10::nullopt;
+  return Attend::apply(q, k, v, positions, causal, name, factors, besides);
 }
 
 }  // namespace shardproof::canonical_ops

@@ -102,7 +102,9 @@ class HeadProducts {
 
 }  // namespace
 
-Sight::Sight(const std::vector<int64_t>& queries, const std::vector<int64_t>& keys, bool causal, c10::Device device) {
+Sight::Sight(const std::vector<int64_t>& queries, const std::vector<int64_t>& keys, bool causal, c10::Device device,
+             at::Tensor hidden_too)
+    : hidden(std::move(hidden_too)) {
   std::vector<int64_t> of_queries, of_keys;
   for (const int64_t query : queries) {
     const int64_t seen_keys = causal ? std::upper_bound(keys.begin(), keys.end(), query) - keys.begin() : std::ssize(keys);
@@ -121,6 +123,8 @@ void write_scores(const at::Tensor& q, const at::Tensor& k, const Sight& sight, 
   const Sizes s(q, k);
   HeadProducts products(operand(q), operand(swapped(k)), terms);
   s.each_head([&](int64_t head, int64_t of_keys) { products.write(out, head, of_keys, sight.seen, s.scale(), kHidden); });
+  // The power of such a score is 0, and so are its share and its gradient, which change no sum.
+  if (sight.hidden.defined()) out.masked_fill_(sight.hidden, kHidden);
 }
 
 at::Tensor scores(const at::Tensor& q, const at::Tensor& k, const Sight& sight, fixed::Terms& terms) {

@@ -15,13 +15,16 @@
 
 namespace shardproof::canonical_blocks {
 
-// Which queries see which keys, on the device of the block.
+// Which queries see which keys of a block, on its device.
 struct Sight {
   at::Tensor seen;   // [queries]: how many keys each query sees, the first ones
   at::Tensor first;  // [keys]: the first query that sees each key, the number of queries where none does
+  // bool [1 or B, 1, queries, keys]: of the keys seen, those that are hidden all the same. Undefined: none.
+  at::Tensor hidden;
 
   // By where both are in the sequence. Keys are ascending.
-  Sight(const std::vector<int64_t>& queries, const std::vector<int64_t>& keys, bool causal, c10::Device device);
+  Sight(const std::vector<int64_t>& queries, const std::vector<int64_t>& keys, bool causal, c10::Device device,
+        at::Tensor hidden_too = {});
   // Of the rows of matrices of queries by keys.
   SeenOfRows of_rows() const { return {seen.const_data_ptr<int64_t>(), seen.numel()}; }
 };

@@ -9,10 +9,9 @@ namespace {
 
 at::Tensor scores_of(const at::Tensor& q, const Block& block) {
   at::Tensor scores = at::matmul(q, block.k.transpose(-2, -1));
-  if (!block.diagonal) return scores;
-  const int64_t length = block.k.size(2);
-  const at::Tensor later = at::ones({length, length}, scores.options().dtype(at::kBool)).triu(1);
-  scores.view({q.size(0), q.size(1), -1, length, length}).masked_fill_(later, -INFINITY);
+  if (!block.hidden.defined()) return scores;
+  scores.view({q.size(0), q.size(1), -1, block.hidden.size(2), block.hidden.size(3)})
+      .masked_fill_(block.hidden.unsqueeze(2), -INFINITY);
   return scores;
 }
 
@@ -35,8 +34,10 @@ RunningSoftmax::RunningSoftmax(at::Tensor q) : q_(std::move(q)) {
 void RunningSoftmax::add(const Block& block) {
   const at::Tensor scores = scores_of(q_, block);
   const at::Tensor maximum = at::maximum(maximum_, scores.amax(-1, /*keepdim=*/true));
-  const at::Tensor rescale = (maximum_ - maximum).exp();
-  const at::Tensor weights = (scores - maximum).exp();
+  // A query that has seen no key yet has no largest score, which nothing can be subtracted from.
+  const at::Tensor most = maximum.masked_fill(maximum == -INFINITY, 0);
+  const at::Tensor rescale = (maximum_ - most).exp();
+  const at::Tensor weights = (scores - most).exp();
   sum_ = sum_ * rescale + weights.sum(-1, /*keepdim=*/true);
   // Dropout comes after the softmax, so its sum knows nothing of it.
   weighted_ = weighted_ * rescale + at::matmul(block.mask.defined() ? weights * block.mask : weights, block.v);

@@ -13,7 +13,7 @@ at::Tensor heads_of_rows(const at::Tensor& rows, int64_t heads);
 
 struct Block {
   at::Tensor k, v;        // [B, kv_heads, keys, head]
-  bool diagonal = false;  // the keys are at the positions of the queries, and later ones are not seen
+  at::Tensor hidden;      // which keys are hidden from which queries, bool [1 or B, 1, T, keys]; undefined where none is
   at::Tensor mask = {};   // of dropout, in the shape of the scores; undefined without
 };
 

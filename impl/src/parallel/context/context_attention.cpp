@@ -26,6 +26,18 @@ void require_own(const at::Tensor& x, int64_t dim, const DimCut& cut, const Comm
                 fmt::join(x.sizes(), "x"));
 }
 
+void require_own(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const DimCut& cut, const AttentionSight& sight,
+                 const Comm& group, const char* what) {
+  SHARD_REQUIRE(q.dim() == 4 && k.dim() == 4 && k.sizes() == v.sizes() && q.size(0) == k.size(0) && k.size(1) > 0 &&
+                    q.size(1) % k.size(1) == 0 && q.size(3) == k.size(3),
+                "context_parallel",
+                "{}: needs q [B, heads, T, head] and k, v of a divisor of the heads, got {}, {} and {} on rank {} of '{}'",
+                what, fmt::join(q.sizes(), "x"), fmt::join(k.sizes(), "x"), fmt::join(v.sizes(), "x"), group.rank(),
+                group.name());
+  for (const at::Tensor* x : {&q, &k, &v}) require_own(*x, 2, cut, group, what);
+  sight.require_fit(q.size(0), cut.length);
+}
+
 int64_t most_positions(const DimCut& cut) {
   int64_t most = 0;
   for (int64_t rank = 0; rank < cut.parts; ++rank) most = std::max(most, cut.count(rank));
@@ -42,17 +54,20 @@ at::Tensor places(const DimCut& cut, int64_t most, c10::Device device) {
   return at::tensor(place, at::kLong).to(device);
 }
 
+// x with zeros behind what it has of dim, up to `length`.
+at::Tensor padded(const at::Tensor& x, int64_t dim, int64_t length) {
+  if (x.size(dim) == length) return x;
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes[static_cast<size_t>(dim)] = length - x.size(dim);
+  return at::cat({x, at::zeros(sizes, x.options())}, dim);
+}
+
 // Every rank's positions of x, in order, with zeros for those that a rank has fewer of while they are on the way. `sum`: of the
 // gradients.
 at::Tensor gathered(const at::Tensor& own, int64_t dim, const DimCut& cut, Comm& group, const collective::Sum& sum = {}) {
   if (group.size() == 1) return own;
   const int64_t most = most_positions(cut);
-  at::Tensor rows = own.movedim(dim, 0);
-  if (const int64_t missing = most - rows.size(0); missing > 0) {
-    std::vector<int64_t> sizes = rows.sizes().vec();
-    sizes[0] = missing;
-    rows = at::cat({rows, at::zeros(sizes, rows.options())});
-  }
+  const at::Tensor rows = padded(own.movedim(dim, 0), 0, most);
   const at::Tensor all = collective::all_gather(rows, 0, most * group.size(), group, sum);
   return all.index_select(0, places(cut, most, own.device())).movedim(0, dim);
 }
@@ -90,6 +105,43 @@ struct ExactRingAttention : torch::autograd::Function<ExactRingAttention> {
   }
 };
 
+// The position of each of the ranks' rows behind each other, `most` of each; rows that a rank has too many are the first
+// position once more.
+at::Tensor positions_by_rank(const DimCut& cut, int64_t most, c10::Device device) {
+  std::vector<int64_t> rows;
+  for (int64_t rank = 0; rank < cut.parts; ++rank) {
+    const std::vector<int64_t> positions = cut.positions(rank);
+    rows.insert(rows.end(), positions.begin(), positions.end());
+    rows.resize(static_cast<size_t>((rank + 1) * most), 0);
+  }
+  return at::tensor(rows, at::kLong).to(device);
+}
+
+// attend(q, k, v, dropout) of whole sequences of this rank's share of the heads; what it gives goes back to the positions. A
+// key head and the query heads that it serves stay together, so no rank has a part of a key's gradient.
+template <class Attend>
+at::Tensor exchanging_heads(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const DimCut& cut,
+                            std::optional<AttentionDropout> dropout, Comm& group, const Attend& attend) {
+  if (group.size() == 1) return attend(q, k, v, dropout);
+  constexpr int64_t kHeads = 1, kPositions = 3;  // of [B, key heads, queries of each, then key and value, T, head]
+  const int64_t kv_heads = k.size(1), served = q.size(1) / kv_heads, most = most_positions(cut), rows = most * group.size();
+  // In one collective, as in gathered_attention.
+  const at::Tensor own = at::cat({q.unflatten(1, {kv_heads, served}), k.unsqueeze(2), v.unsqueeze(2)}, 2);
+  const at::Tensor by_rank = collective::all_to_all(padded(own, kPositions, most), kHeads, kPositions, rows, group);
+  const at::Tensor whole = by_rank.index_select(kPositions, places(cut, most, q.device()));
+  if (dropout) {
+    const Interval heads = piece({}, kv_heads, group.size(), group.rank());
+    std::vector<int64_t>& all = dropout->heads.rows;
+    all = {all.begin() + heads.begin * served, all.begin() + heads.end * served};
+  }
+  const at::Tensor queries = whole.narrow(2, 0, served).flatten(1, 2);
+  const at::Tensor attended =
+      queries.size(1) == 0 ? queries : attend(queries, whole.select(2, served), whole.select(2, served + 1), dropout);
+  const at::Tensor back = attended.unflatten(1, {queries.size(1) / served, served})
+                              .index_select(kPositions, positions_by_rank(cut, most, q.device()));
+  return collective::all_to_all(back, kPositions, kHeads, kv_heads, group).narrow(kPositions, 0, q.size(2)).flatten(1, 2);
+}
+
 }  // namespace
 
 at::Tensor context_piece(const at::Tensor& x, int64_t dim, const DimCut& cut, int64_t rank) {
@@ -104,24 +156,22 @@ at::Tensor context_gather(const at::Tensor& own, int64_t dim, const DimCut& cut,
   return gathered(own, dim, cut, group);
 }
 
-at::Tensor gathered_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const DimCut& cut, bool causal,
-                              const std::optional<AttentionDropout>& dropout, Comm& group) {
-  for (const at::Tensor* x : {&q, &k, &v}) require_own(*x, 2, cut, group, "gathered_attention");
+at::Tensor gathered_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const DimCut& cut,
+                              const AttentionSight& sight, const std::optional<AttentionDropout>& dropout, Comm& group) {
+  require_own(q, k, v, cut, sight, group, "gathered_attention");
   // In one collective, for the order in which a backward would enter two is not the same on every rank.
   const at::Tensor both = context_gather(at::cat({k, v}, 1), 2, cut, group);
-  const DimRows own{cut.positions(group.rank()), cut.length}, all = whole_rows(cut.length);
-  at::Tensor allowed;
-  if (causal) {
-    const at::Tensor positions = at::tensor(own.rows, at::kLong);
-    allowed = (at::arange(cut.length, at::kLong).unsqueeze(0) <= positions.unsqueeze(1)).to(q.device());
-  }
-  return masked_attention(q, both.narrow(1, 0, k.size(1)), both.narrow(1, k.size(1), v.size(1)), allowed, dropout, own, all);
+  const DimRows own{cut.positions(group.rank()), cut.length};
+  const at::Tensor queries = at::tensor(own.rows, at::kLong).to(q.device()),
+                   keys = at::arange(cut.length, q.options().dtype(at::kLong));
+  return masked_attention(q, both.narrow(1, 0, k.size(1)), both.narrow(1, k.size(1), v.size(1)), sight.hidden(queries, keys),
+                          dropout, own, whole_rows(cut.length));
 }
 
 at::Tensor canonical_gathered_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const DimCut& cut,
-                                        bool causal, const std::optional<AttentionDropout>& dropout, const std::string& name,
-                                        Comm& group) {
-  for (const at::Tensor* x : {&q, &k, &v}) require_own(*x, 2, cut, group, "canonical_gathered_attention");
+                                        const AttentionSight& sight, const std::optional<AttentionDropout>& dropout,
+                                        const std::string& name, Comm& group) {
+  require_own(q, k, v, cut, sight, group, "canonical_gathered_attention");
   const auto sum = collective::Sum::exact(name + ", gradients of keys and values");
   const at::Tensor both = gathered(at::cat({k, v}, 1), 2, cut, group, sum);
   const DimRows own{cut.positions(group.rank()), cut.length};
@@ -129,21 +179,44 @@ at::Tensor canonical_gathered_attention(const at::Tensor& q, const at::Tensor& k
   if (dropout)
     mask =
         dropout_mask(dropout->site, {dropout->samples, dropout->heads, own, whole_rows(cut.length)}, at::kDouble, q.device());
-  return canonical_ops::attention(q, both.narrow(1, 0, k.size(1)), both.narrow(1, k.size(1), v.size(1)), own.rows, causal, name,
-                                  mask);
+  const at::Tensor hidden = sight.hidden_besides(own.rows, whole_rows(cut.length).rows, cut.length, q.device());
+  return canonical_ops::attention(q, both.narrow(1, 0, k.size(1)), both.narrow(1, k.size(1), v.size(1)), own.rows, sight.causal,
+                                  name, mask, hidden);
+}
+
+at::Tensor ring_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const DimCut& cut,
+                          const AttentionSight& sight, const std::optional<AttentionDropout>& dropout, Comm& group) {
+  require_own(q, k, v, cut, sight, group, "ring_attention");
+  return RingAttention::apply(q, k, v, c10::make_intrusive<ContextRing>(cut, sight, dropout, group));
 }
 
 at::Tensor canonical_ring_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const DimCut& cut,
-                                    bool causal, const std::optional<AttentionDropout>& dropout, const std::string& name,
-                                    Comm& group) {
-  for (const at::Tensor* x : {&q, &k, &v}) require_own(*x, 2, cut, group, "canonical_ring_attention");
-  return ExactRingAttention::apply(q, k, v, c10::make_intrusive<ExactRing>(cut, causal, dropout, name, group));
+                                    const AttentionSight& sight, const std::optional<AttentionDropout>& dropout,
+                                    const std::string& name, Comm& group) {
+  require_own(q, k, v, cut, sight, group, "canonical_ring_attention");
+  return ExactRingAttention::apply(q, k, v, c10::make_intrusive<ExactRing>(cut, sight, dropout, name, group));
 }
 
-at::Tensor ring_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const DimCut& cut, bool causal,
-                          const std::optional<AttentionDropout>& dropout, Comm& group) {
-  for (const at::Tensor* x : {&q, &k, &v}) require_own(*x, 2, cut, group, "ring_attention");
-  return RingAttention::apply(q, k, v, c10::make_intrusive<ContextRing>(cut, causal, dropout, group));
+at::Tensor ulysses_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const DimCut& cut,
+                             const AttentionSight& sight, const std::optional<AttentionDropout>& dropout, Comm& group) {
+  require_own(q, k, v, cut, sight, group, "ulysses_attention");
+  const auto attend = [&](const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values, const auto& of_heads) {
+    return whole_attention(queries, keys, values, sight, of_heads);
+  };
+  return exchanging_heads(q, k, v, cut, dropout, group, attend);
+}
+
+at::Tensor canonical_ulysses_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const DimCut& cut,
+                                       const AttentionSight& sight, const std::optional<AttentionDropout>& dropout,
+                                       const std::string& name, Comm& group) {
+  require_own(q, k, v, cut, sight, group, "canonical_ulysses_attention");
+  // On every rank, also on those that get no heads and would not look.
+  for (const at::Tensor* x : {&q, &k, &v}) fixed::require_double(*x, name);
+  fixed::require_terms(std::max(cut.length, q.size(3)), name);
+  const auto attend = [&](const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values, const auto& of_heads) {
+    return canonical_whole_attention(queries, keys, values, sight, of_heads, name);
+  };
+  return exchanging_heads(q, k, v, cut, dropout, group, attend);
 }
 
 }  // namespace shardproof

@@ -7,6 +7,18 @@
 #include "shardproof/nn/sequence_lengths.h"
 
 namespace shardproof {
+namespace {
+
+struct Way {
+  decltype(&ring_attention) native;
+  decltype(&canonical_ring_attention) canonical;
+};
+// By ContextAttention.
+constexpr Way kWays[] = {{ring_attention, canonical_ring_attention},
+                         {gathered_attention, canonical_gathered_attention},
+                         {ulysses_attention, canonical_ulysses_attention}};
+
+}  // namespace
 
 // What the parts of the module ask about sequences.
 class ContextState final : public SequenceRule, public RowPlacement, public std::enable_shared_from_this<ContextState> {
@@ -37,19 +49,21 @@ class ContextState final : public SequenceRule, public RowPlacement, public std:
 
   void sum(at::Tensor& own) override { group_.all_reduce(own).wait(); }
 
-  at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
-                    const std::optional<AttentionDropout>& dropout) override {
-    require_length(q.size(2));
-    const auto attention = options_.attention == ContextAttention::ring ? ring_attention : gathered_attention;
-    return attention(q, k, v, cut(), causal, dropout, group_);
+  at::Tensor whole(const at::Tensor& own) override {
+    require_length(own.size(1));
+    return context_gather(own.detach(), 1, cut(), group_);
   }
 
-  at::Tensor attend_canonically(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
+  at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionSight& sight,
+                    const std::optional<AttentionDropout>& dropout) override {
+    require_length(q.size(2));
+    return kWays[way()].native(q, k, v, cut(), sight, dropout, group_);
+  }
+
+  at::Tensor attend_canonically(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionSight& sight,
                                 const std::optional<AttentionDropout>& dropout, const std::string& name) override {
     require_length(q.size(2));
-    const bool ring = options_.attention == ContextAttention::ring;
-    const auto attention = ring ? canonical_ring_attention : canonical_gathered_attention;
-    return attention(q, k, v, cut(), causal, dropout, name, group_);
+    return kWays[way()].canonical(q, k, v, cut(), sight, dropout, name, group_);
   }
 
   // Positions are dim 1 of what is dropped out.
@@ -63,6 +77,8 @@ class ContextState final : public SequenceRule, public RowPlacement, public std:
   }
 
  private:
+  size_t way() const { return static_cast<size_t>(options_.attention); }
+
   void require_length(int64_t length) const {
     const DimCut own = cut();
     SHARD_REQUIRE(length == own.count(group_.rank()), "context_parallel",

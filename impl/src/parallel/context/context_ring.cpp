@@ -21,8 +21,12 @@ double scale_of(const at::Tensor& q) {
 
 }  // namespace
 
-ContextRing::ContextRing(const DimCut& cut, bool causal, std::optional<AttentionDropout> dropout, Comm& group)
-    : ring_(cut, group), causal_(causal), dropout_(std::move(dropout)) {}
+ContextRing::ContextRing(const DimCut& cut, AttentionSight sight, std::optional<AttentionDropout> dropout, Comm& group)
+    : ring_(cut, group), sight_(std::move(sight)), dropout_(std::move(dropout)) {}
+
+at::Tensor ContextRing::Run::rows(c10::Device device) const {
+  return at::arange(positions.begin, positions.end, at::TensorOptions(at::kLong).device(device));
+}
 
 std::vector<ContextRing::Run> ContextRing::runs_of(int64_t rank) const {
   std::vector<Run> runs;
@@ -35,17 +39,17 @@ std::vector<ContextRing::Run> ContextRing::runs_of(int64_t rank) const {
   return runs;
 }
 
-ContextRing::Sees ContextRing::sees(const Run& queries, const Run& keys) const {
-  if (!causal_ || keys.positions.end <= queries.positions.begin) return Sees::all;
-  if (queries.positions.end <= keys.positions.begin) return Sees::nothing;
-  SHARD_CHECK(queries.positions == keys.positions, "context_parallel", "positions [{}, {}) and [{}, {}) overlap",
-              queries.positions.begin, queries.positions.end, keys.positions.begin, keys.positions.end);
-  return Sees::diagonal;
+bool ContextRing::hides(const Run& queries, const Run& keys) const {
+  const bool later = sight_.causal && queries.positions.end <= keys.positions.begin;
+  return later || (sight_.window > 0 && keys.positions.end <= queries.positions.begin - sight_.window + 1);
 }
 
-Block ContextRing::block(const Run& queries, const Run& keys, const at::Tensor& both, Sees sees) const {
+Block ContextRing::block(const Run& queries, const Run& keys, const at::Tensor& both) const {
   const auto dtype = at::toOpMathType(both.scalar_type());
-  Block block{keys.of(both[0]).to(dtype), keys.of(both[1]).to(dtype), sees == Sees::diagonal};
+  Block block{keys.of(both[0]).to(dtype), keys.of(both[1]).to(dtype), {}};
+  const bool all = sight_.sees_all_before(queries.positions.end - keys.positions.begin) &&
+                   (!sight_.causal || keys.positions.end <= queries.positions.begin);
+  if (!all) block.hidden = sight_.hidden(queries.rows(both.device()), keys.rows(both.device()));
   if (!dropout_) return block;
   const auto rows = [&](const Run& run) {
     DimRows dim{{}, ring_.cut().length};
@@ -65,7 +69,7 @@ std::pair<at::Tensor, at::Tensor> ContextRing::forward(const at::Tensor& q, cons
   ring_.go_round(at::stack({k, v}), [&](const at::Tensor& both, int64_t source) {
     for (const Run& keys : runs_of(source))
       for (size_t i = 0; i < own.size(); ++i)
-        if (const Sees seen = sees(own[i], keys); seen != Sees::nothing) softmax[i].add(block(own[i], keys, both, seen));
+        if (!hides(own[i], keys)) softmax[i].add(block(own[i], keys, both));
   });
   at::Tensor output = at::empty_like(q, at::MemoryFormat::Contiguous);
   at::Tensor log_sum = at::empty({q.size(0), q.size(1), q.size(2), 1}, queries.options());
@@ -87,11 +91,10 @@ ContextRing::Gradients ContextRing::backward(const Kept& kept, const at::Tensor&
   const auto visit = [&](const at::Tensor& both, const at::Tensor& of_both, int64_t source) {
     for (const Run& keys : runs_of(source))
       for (const Run& run : own) {
-        const Sees seen = sees(run, keys);
-        if (seen == Sees::nothing) continue;
+        if (hides(run, keys)) continue;
         const auto rows = [&](const at::Tensor& x) { return grouped_rows(run.of(x), kv_heads); };
         const BlockGradients add =
-            block_backward(rows(queries), block(run, keys, both, seen), rows(kept.log_sum), rows(delta), rows(gradient));
+            block_backward(rows(queries), block(run, keys, both), rows(kept.log_sum), rows(delta), rows(gradient));
         run.of(of_queries).add_(heads_of_rows(add.q, heads), scale);
         keys.of(of_both[0]).add_(add.k);
         keys.of(of_both[1]).add_(add.v);

@@ -18,7 +18,7 @@ namespace shardproof {
 
 class ContextRing : public torch::CustomClassHolder {
  public:
-  ContextRing(const DimCut& cut, bool causal, std::optional<AttentionDropout> dropout, Comm& group);
+  ContextRing(const DimCut& cut, AttentionSight sight, std::optional<AttentionDropout> dropout, Comm& group);
 
   // The output, and the logarithm of each row's sum [B, heads, T, 1]. Collective.
   std::pair<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const;
@@ -37,15 +37,15 @@ class ContextRing : public torch::CustomClassHolder {
     Interval positions;
     int64_t local = 0;
     at::Tensor of(const at::Tensor& x) const { return x.narrow(-2, local, positions.size()); }
+    at::Tensor rows(c10::Device device) const;  // their positions, int64
   };
   std::vector<Run> runs_of(int64_t rank) const;
-  // Whether queries see keys, all or on and below the diagonal.
-  enum class Sees { nothing, all, diagonal };
-  Sees sees(const Run& queries, const Run& keys) const;
-  Block block(const Run& queries, const Run& keys, const at::Tensor& both, Sees sees) const;
+  // Whether no query sees any of the keys, by position alone.
+  bool hides(const Run& queries, const Run& keys) const;
+  Block block(const Run& queries, const Run& keys, const at::Tensor& both) const;
 
   Ring ring_;
-  bool causal_;
+  AttentionSight sight_;
   std::optional<AttentionDropout> dropout_;
 };
 

@@ -10,9 +10,10 @@ namespace shardproof {
 
 using canonical_blocks::Mixture;
 
-ExactRing::ExactRing(const DimCut& cut, bool causal, std::optional<AttentionDropout> dropout, std::string name, Comm& group)
+ExactRing::ExactRing(const DimCut& cut, AttentionSight sight, std::optional<AttentionDropout> dropout, std::string name,
+                     Comm& group)
     : ring_(cut, group),
-      causal_(causal),
+      sight_(std::move(sight)),
       dropout_(std::move(dropout)),
       name_(std::move(name)),
       own_(cut.positions(group.rank())) {}
@@ -20,7 +21,7 @@ ExactRing::ExactRing(const DimCut& cut, bool causal, std::optional<AttentionDrop
 ExactRing::Block ExactRing::block(int64_t source, bool with_mask, c10::Device device) const {
   const DimCut& cut = ring_.cut();
   const std::vector<int64_t> keys = cut.positions(source);
-  Block block{{own_, keys, causal_, device}, {}};
+  Block block{{own_, keys, sight_.causal, device, sight_.hidden_besides(own_, keys, cut.length, device)}, {}};
   if (dropout_ && with_mask)
     block.mask = dropout_mask(dropout_->site, {dropout_->samples, dropout_->heads, {own_, cut.length}, {keys, cut.length}},
                               at::kDouble, device);

@@ -20,7 +20,7 @@ namespace shardproof {
 
 class ExactRing : public torch::CustomClassHolder {
  public:
-  ExactRing(const DimCut& cut, bool causal, std::optional<AttentionDropout> dropout, std::string name, Comm& group);
+  ExactRing(const DimCut& cut, AttentionSight sight, std::optional<AttentionDropout> dropout, std::string name, Comm& group);
 
   struct Kept {
     at::Tensor q, k, v, output;
@@ -42,7 +42,7 @@ class ExactRing : public torch::CustomClassHolder {
   Block block(int64_t source, bool with_mask, c10::Device device) const;
 
   Ring ring_;
-  bool causal_;
+  AttentionSight sight_;
   std::optional<AttentionDropout> dropout_;
   std::string name_;
   std::vector<int64_t> own_;  // this rank's positions

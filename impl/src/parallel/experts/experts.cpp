@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
 #include <numeric>
 
 #include "device/matrix.h"
@@ -21,23 +22,31 @@ using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
 // Each row goes to one place, so the backwards need no sums but the one over a token's experts, in their order.
+
+// The rows at these places among `count`, and zeros at the others.
+at::Tensor at_places(const at::Tensor& rows, const at::Tensor& places, int64_t count) {
+  const std::vector<int64_t> sizes = {count, rows.size(1)};
+  at::Tensor all = places.numel() == count ? at::empty(sizes, rows.options()) : at::zeros(sizes, rows.options());
+  return all.index_copy_(0, places, rows);
+}
+
 struct Spread : torch::autograd::Function<Spread> {
-  static Variable forward(AutogradContext* ctx, const Variable& x, int64_t each, const at::Tensor& order,
-                          const at::Tensor& inverse) {
-    ctx->save_for_backward({inverse});
+  static Variable forward(AutogradContext* ctx, const Variable& x, int64_t each, const at::Tensor& order) {
+    ctx->save_for_backward({order});
     ctx->saved_data["sizes"] = std::vector<int64_t>{x.size(0), each, x.size(1)};
     return x.index_select(0, order.floor_divide(each));
   }
   static variable_list backward(AutogradContext* ctx, variable_list dy) {
-    const at::Tensor inverse = ctx->get_saved_variables()[0];
-    return {dy[0].index_select(0, inverse).view(ctx->saved_data["sizes"].toIntVector()).sum(1), {}, {}, {}};
+    const std::vector<int64_t> sizes = ctx->saved_data["sizes"].toIntVector();
+    const at::Tensor choices = at_places(dy[0], ctx->get_saved_variables()[0], sizes[0] * sizes[1]);
+    return {choices.view(sizes).sum(1), {}, {}};
   }
 };
 
 struct Collect : torch::autograd::Function<Collect> {
-  static Variable forward(AutogradContext* ctx, const Variable& rows, const at::Tensor& order, const at::Tensor& inverse) {
+  static Variable forward(AutogradContext* ctx, const Variable& rows, const at::Tensor& order, int64_t choices) {
     ctx->save_for_backward({order});
-    return rows.index_select(0, inverse);
+    return at_places(rows, order, choices);
   }
   // Every rank's backward comes here first, so that all of them refuse.
   static variable_list backward(AutogradContext* ctx, variable_list dy) {
@@ -116,25 +125,46 @@ std::vector<int64_t> numbers_in(const at::Tensor& list) {
   return {list.const_data_ptr<int64_t>(), list.const_data_ptr<int64_t>() + list.numel()};
 }
 
+// Of those that go nowhere, then of each expert.
+at::Tensor counts_of(const at::Tensor& flat, int64_t count) {
+  SHARD_REQUIRE(flat.numel() == 0 || flat.min().item<int64_t>() >= -1, "experts",
+                "a token was sent to expert {}; experts are counted from 0, and -1 is nowhere", flat.min().item<int64_t>());
+  at::Tensor counts = at::bincount(flat + 1, {}, count + 1);
+  SHARD_REQUIRE(counts.numel() == count + 1, "experts", "a token was sent to expert {}, and there are {}", counts.numel() - 2,
+                count);
+  return counts;
+}
+
+// What arrives at a rank where all count alike. `sizes`: how many experts each of them has.
+std::vector<int64_t> from_each(const std::vector<int64_t>& counts, const std::vector<int64_t>& sizes, int64_t rank) {
+  const auto begin = counts.begin() + std::accumulate(sizes.begin(), sizes.begin() + rank, int64_t{0});
+  std::vector<int64_t> arriving;
+  for (size_t from = 0; from < sizes.size(); ++from)
+    arriving.insert(arriving.end(), begin, begin + sizes[static_cast<size_t>(rank)]);
+  return arriving;
+}
+
 }  // namespace
 
-// Row n * k + j of what is sorted is token n's j-th choice of k.
+std::vector<int64_t> even_counts(int64_t choices, int64_t experts) {
+  std::vector<int64_t> counts(static_cast<size_t>(experts), choices / experts);
+  std::for_each_n(counts.begin(), choices % experts, [](int64_t& count) { ++count; });
+  return counts;
+}
+
+// Row n * k + j of what is sorted is token n's j-th choice of k. What goes nowhere would come first.
 Dispatch::Dispatch(const at::Tensor& chosen, int64_t count, std::shared_ptr<Comm> group)
     : group_(std::move(group)), chosen_(chosen), own_(count) {
   SHARD_REQUIRE(chosen.dim() == 2 && chosen.scalar_type() == at::kLong, "experts",
                 "choices [{}] of {}; expected [tokens, experts of one] of int64", fmt::join(chosen.sizes(), ", "),
                 c10::toString(chosen.scalar_type()));
-  SHARD_REQUIRE(!chosen.is_meta(), "experts",
-                "which rows go to which expert is not known on the meta device, so a model with experts cannot be planned");
+  const bool is_known = !chosen.is_meta();
   const at::Tensor flat = chosen.flatten();
-  SHARD_REQUIRE(flat.numel() == 0 || flat.min().item<int64_t>() >= 0, "experts",
-                "a token was sent to expert {}; experts are counted from 0", flat.min().item<int64_t>());
-  const at::Tensor counts = at::bincount(flat, {}, count);
-  SHARD_REQUIRE(counts.numel() == count, "experts", "a token was sent to expert {}, and there are {}", counts.numel() - 1,
-                count);
-  order_ = at::argsort(flat, /*stable=*/true);
-  inverse_ = at::empty_like(order_).scatter_(0, order_, at::arange(order_.numel(), order_.options()));
-  blocks_ = numbers_in(counts.cpu());
+  const at::Tensor all = is_known ? counts_of(flat, count) : at::empty({count + 1}, flat.options());
+  const at::Tensor counts = all.narrow(0, 1, count);
+  blocks_ = is_known ? numbers_in(counts.cpu()) : even_counts(flat.numel(), count);
+  const int64_t rows = std::accumulate(blocks_.begin(), blocks_.end(), int64_t{0});
+  order_ = at::argsort(flat, /*stable=*/true).narrow(0, flat.numel() - rows, rows);
   if (!group_) return;
   const auto ranks = static_cast<size_t>(group_->size());
   std::vector<int64_t> sizes;
@@ -145,14 +175,14 @@ Dispatch::Dispatch(const at::Tensor& chosen, int64_t count, std::shared_ptr<Comm
   const at::Tensor arriving = at::empty({group_->size() * own_}, counts.options());
   group_->all_to_all(arriving, counts, each, sizes).wait();
   sent_ = sums_of(blocks_, sizes);
-  blocks_ = numbers_in(arriving.cpu());
+  blocks_ = is_known ? numbers_in(arriving.cpu()) : from_each(blocks_, sizes, group_->rank());
   received_ = sums_of(blocks_, each);
 }
 
 at::Tensor Dispatch::rows(const at::Tensor& x) const {
   SHARD_REQUIRE(x.dim() == 2 && x.size(0) == chosen_.size(0), "experts", "x [{}] with choices of {} tokens",
                 fmt::join(x.sizes(), ", "), chosen_.size(0));
-  const at::Tensor rows = Spread::apply(x, chosen_.size(1), order_, inverse_);
+  const at::Tensor rows = Spread::apply(x, chosen_.size(1), order_);
   return group_ ? collective::exchange_rows(rows, sent_, received_, *group_) : rows;
 }
 
@@ -164,7 +194,7 @@ at::Tensor Dispatch::experts() const {
 
 at::Tensor Dispatch::outputs(const at::Tensor& rows) const {
   const at::Tensor home = group_ ? collective::exchange_rows(rows, received_, sent_, *group_) : rows;
-  return Collect::apply(home, order_, inverse_).view({chosen_.size(0), chosen_.size(1), home.size(1)});
+  return Collect::apply(home, order_, chosen_.numel()).view({chosen_.size(0), chosen_.size(1), home.size(1)});
 }
 
 at::Tensor Dispatch::sums(const at::Tensor& rows, const at::Tensor& weights) const {

@@ -45,16 +45,8 @@ at::Tensor probabilities(const at::Tensor& wide, const RouterOptions& options) {
   return scores / (scores.sum(-1, /*keepdim=*/true) + 1e-20);
 }
 
-template <class Visit>
-void each_router(torch::nn::Module& module, Visit visit) {
-  if (auto* router = dynamic_cast<Router*>(&module)) visit(*router);
-  for (const auto& item : module.modules(/*include_self=*/false))
-    if (auto* router = dynamic_cast<Router*>(item.get())) visit(*router);
-}
-
-}  // namespace
-
-Routes route(const at::Tensor& logits, const RouterOptions& options, const at::Tensor& bias, bool canonical) {
+// With weights in float32 or wider.
+Routes wide_routes(const at::Tensor& logits, const RouterOptions& options, const at::Tensor& bias, bool canonical) {
   require_valid(options);
   SHARD_REQUIRE(logits.dim() == 2 && logits.size(1) == options.experts, "experts", "a router of {} experts got logits [{}]",
                 options.experts, fmt::join(logits.sizes(), ", "));
@@ -72,21 +64,58 @@ Routes route(const at::Tensor& logits, const RouterOptions& options, const at::T
     weights = softmax(weights);
   } else if (options.normalized) {
     const double more = options.score == RouterScore::sigmoid ? 1e-20 : 0;
-    const auto sum = [&weights, more] {
+    if (canonical) {
+      weights = canonical_ops::shares(weights, more);
+    } else {
       const at::Tensor own = weights.sum(-1, /*keepdim=*/true);
-      return more > 0 ? own + more : own;
-    };
-    weights = canonical ? canonical_ops::shares(weights, more) : weights / sum();
+      weights = weights / (more > 0 ? own + more : own);
+    }
   }
   if (options.scale != 1) weights = weights * options.scale;
-  return {experts, weights.to(logits.scalar_type())};
+  return {experts, weights};
+}
+
+// Of all choices of a sequence, by falling weight, those of an expert keep their order and come to lie in a run of their own.
+Routes without_dropped(const Routes& routes, const RouterOptions& o, int64_t sequences, int64_t tokens) {
+  const int64_t room = room_for(o, tokens);
+  if (room >= tokens) return routes;
+  const at::Tensor experts = routes.experts.view({sequences, tokens * o.experts_per_token});
+  const at::Tensor by_weight =
+      std::get<1>(routes.weights.detach().view_as(experts).sort(/*stable=*/true, 1, /*descending=*/true));
+  const auto [owner, in_runs] = experts.gather(1, by_weight).sort(/*stable=*/true, 1, /*descending=*/false);
+  const at::Tensor counts =
+      at::zeros({sequences, o.experts}, experts.options()).scatter_add_(1, experts, at::ones_like(experts));
+  const at::Tensor begins = counts.cumsum(1) - counts;
+  const at::Tensor places = at::arange(experts.size(1), experts.options()) - begins.gather(1, owner);
+  const at::Tensor dropped = at::empty_like(experts, at::kBool).scatter_(1, by_weight.gather(1, in_runs), places >= room);
+  const at::Tensor of_tokens = dropped.view_as(routes.experts);
+  return {routes.experts.masked_fill(of_tokens, -1), routes.weights.masked_fill(of_tokens, 0)};
+}
+
+template <class Visit>
+void each_router(torch::nn::Module& module, Visit visit) {
+  if (auto* router = dynamic_cast<Router*>(&module)) visit(*router);
+  for (const auto& item : module.modules(/*include_self=*/false))
+    if (auto* router = dynamic_cast<Router*>(item.get())) visit(*router);
+}
+
+}  // namespace
+
+int64_t room_for(const RouterOptions& o, int64_t tokens) {
+  const double choices = o.capacity * (static_cast<double>(tokens * o.experts_per_token) / static_cast<double>(o.experts));
+  return static_cast<int64_t>(std::clamp<double>(std::ceil(choices), 1, static_cast<double>(std::max<int64_t>(1, tokens))));
+}
+
+Routes route(const at::Tensor& logits, const RouterOptions& options, const at::Tensor& bias, bool canonical) {
+  const Routes wide = wide_routes(logits, options, bias, canonical);
+  return {wide.experts, wide.weights.to(logits.scalar_type())};
 }
 
 Router::Router(RouterOptions options, torch::nn::Module& gate) : options_(options) {
-  for (const double value : {options.balance_loss, options.z_loss, options.bias_rate})
+  for (const double value : {options.balance_loss, options.z_loss, options.bias_rate, options.capacity})
     SHARD_REQUIRE(std::isfinite(value) && value >= 0, "experts",
-                  "balance_loss {}, z_loss {} and bias_rate {} must be finite and not below 0", options.balance_loss,
-                  options.z_loss, options.bias_rate);
+                  "balance_loss {}, z_loss {}, bias_rate {} and capacity {} must be finite and not below 0",
+                  options.balance_loss, options.z_loss, options.bias_rate, options.capacity);
   if (options.bias_rate == 0) return;
   bias_ = gate.register_buffer("e_score_correction_bias", at::zeros({options.experts}, at::kFloat));
   counts_ = std::make_shared<std::vector<double>>(options.experts);
@@ -104,24 +133,30 @@ Routes Router::choose(const at::Tensor& logits) {
   SHARD_REQUIRE(!bias_.defined() || bias_.scalar_type() == at::kFloat || bias_.scalar_type() == at::kDouble, "experts",
                 "the bias of a router has the dtype {}, in which small moves are lost. Keep it in float32",
                 c10::toString(bias_.scalar_type()));
-  Routes routes = route((has_losses ? logits.view_as(logits) : logits).flatten(0, 1), options_, bias_, is_canonical());
-  if (has_losses) routes.weights = with_losses(logits.view_as(logits), routes);
+  SHARD_REQUIRE(options_.capacity == 0 || !rule || rule->length(logits.size(1)) == logits.size(1), "experts",
+                "a router with the capacity {} where context parallelism cuts sequences: which choices stay is known on a rank "
+                "that has all of a sequence. Leave out the capacity, or the context parallelism",
+                options_.capacity);
+  const Routes wide =
+      wide_routes((has_losses ? logits.view_as(logits) : logits).flatten(0, 1), options_, bias_, is_canonical());
+  Routes routes = options_.capacity > 0 ? without_dropped(wide, options_, logits.size(0), logits.size(1)) : wide;
+  routes.weights = routes.weights.to(logits.scalar_type());
+  if (has_losses) routes.weights = with_losses(logits.view_as(logits), wide.experts, routes.weights);
   if (bias_.defined() && c10::GradMode::is_enabled() && !logits.is_meta())
-    when_collected([counts = counts_, experts = routes.experts] {
-      const at::Tensor chosen = at::bincount(experts.flatten(), {}, std::ssize(*counts)).cpu();
-      for (size_t e = 0; e < counts->size(); ++e) (*counts)[e] += static_cast<double>(chosen.const_data_ptr<int64_t>()[e]);
+    when_collected([counts = counts_, chosen = wide.experts] {
+      const at::Tensor sums = at::bincount(chosen.flatten(), {}, std::ssize(*counts)).cpu();
+      for (size_t e = 0; e < counts->size(); ++e) (*counts)[e] += static_cast<double>(sums.const_data_ptr<int64_t>()[e]);
     });
   return routes;
 }
 
-at::Tensor Router::with_losses(const at::Tensor& logits, const Routes& routes) const {
+at::Tensor Router::with_losses(const at::Tensor& logits, const at::Tensor& chosen, at::Tensor weights) const {
   const at::Tensor wide = in_wide(logits);
-  at::Tensor weights = routes.weights;
   if (options_.balance_loss != 0) {
     const int64_t sequences = logits.size(0);
-    const at::Tensor chosen = routes.experts.view({sequences, logits.size(1) * options_.experts_per_token});
+    const at::Tensor own = chosen.view({sequences, logits.size(1) * options_.experts_per_token});
     at::Tensor counts = at::zeros({sequences, options_.experts}, wide.options());
-    counts.scatter_add_(1, chosen, at::ones(chosen.sizes(), wide.options()));
+    counts.scatter_add_(1, own, at::ones(own.sizes(), wide.options()));
     const int64_t tokens = std::max<int64_t>(1, rule ? rule->length(logits.size(1)) : logits.size(1));
     if (rule) rule->sum(counts);
     const double factor = options_.balance_loss * static_cast<double>(options_.experts) /

@@ -72,9 +72,9 @@ at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::T
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, const std::string& name);
 // Attention of q [B, heads, Tq, head], which lies at `positions`, to k and v [B, kv_heads, T, head] of all positions. When
 // `causal`, a query sees no key beyond its position. `mask` [B, heads, Tq, T] is a dropout mask that multiplies the
-// probabilities; undefined: there is no dropout.
+// probabilities; undefined: there is no dropout. `hidden` says which keys are hidden besides, bool [1 or B, 1, Tq, T].
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::vector<int64_t>& positions,
-                     bool causal, const std::string& name, const at::Tensor& mask = {});
+                     bool causal, const std::string& name, const at::Tensor& mask = {}, const at::Tensor& hidden = {});
 // Cross entropy of logits [.., own entries] and targets [..], summed over the targets that are not -100. The `entries` of the
 // vocabulary are cut evenly over the group; when `group` is null, the logits have all of them. Collective over the group.
 at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets, int64_t entries, Comm* group = nullptr);

@@ -24,7 +24,7 @@
 
 namespace shardproof {
 
-enum class ContextAttention { ring, gathered };
+enum class ContextAttention { ring, gathered, ulysses };
 
 struct ContextOptions {
   ContextAttention attention = ContextAttention::ring;

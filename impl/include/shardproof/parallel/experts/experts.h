@@ -1,5 +1,5 @@
 // Mixtures of experts (Shazeer et al. 2017; Fedus et al. 2022): a router (router.h) chooses a few experts for each token, and
-// their outputs are added with the router's weights. No token is dropped.
+// their outputs are added with the router's weights.
 //
 // Experts may lie on several ranks: the style `ExpertParallel` (parallel_plan.h) gives each rank some of them. Rows then go to
 // the ranks of their experts and back, and their gradients likewise. Laws:
@@ -23,12 +23,18 @@
 
 namespace shardproof {
 
+// How many of `choices` each expert gets where they are dealt out as evenly as integers allow; what is left over goes to the
+// first experts.
+std::vector<int64_t> even_counts(int64_t choices, int64_t experts);
+
 // The way of tokens to the experts of a layer and back, for layers of your own. Experts are counted over all ranks of the
 // group, of which each holds some neighbours, cut as torch.chunk cuts; where it is null, all are here. All ranks of the group
 // make one, call its methods, and run their backwards, in the same order. A rank may have no tokens.
 class Dispatch {
  public:
-  // `chosen` [tokens, experts of one] int64. Throws Error when one is not among the `count` experts. Collective.
+  // `chosen` [tokens, experts of one] int64: experts, or -1 for a choice that goes nowhere. Throws Error when one is not among
+  // the `count` experts. Collective. On the meta device, where choices have no values, they are even (even_counts), none goes
+  // nowhere, and every rank has as many tokens as this one.
   Dispatch(const at::Tensor& chosen, int64_t count, std::shared_ptr<Comm> group);
   // x [tokens, n] -> [rows, n]: a row for each choice of one of this rank's experts, by the rank that it comes from, then by
   // expert, then by token. Differentiable. Collective.
@@ -37,15 +43,15 @@ class Dispatch {
   const std::vector<int64_t>& blocks() const { return blocks_; }
   // The expert of each row, counted from this rank's first: [rows] int64.
   at::Tensor experts() const;
-  // Rows [rows, n] of what the experts gave -> [tokens, experts of one, n], those of each token's choices. Differentiable.
-  // Collective.
+  // Rows [rows, n] of what the experts gave -> [tokens, experts of one, n], those of each token's choices, and zeros for what
+  // went nowhere. Differentiable. Collective.
   at::Tensor outputs(const at::Tensor& rows) const;
   // The same, added with `weights` [tokens, experts of one] -> [tokens, n].
   at::Tensor sums(const at::Tensor& rows, const at::Tensor& weights) const;
 
  private:
   std::shared_ptr<Comm> group_;
-  at::Tensor chosen_, order_, inverse_;
+  at::Tensor chosen_, order_;
   std::vector<int64_t> sent_, received_, blocks_;
   int64_t own_ = 0;
 };
@@ -58,8 +64,8 @@ std::shared_ptr<Comm> expert_group(const torch::nn::Module& module);
 class ExpertsImpl : public torch::nn::Module, public CanonicalPart {
  public:
   ExpertsImpl(int64_t experts, int64_t hidden, int64_t intermediate);
-  // x [tokens, hidden] -> [tokens, hidden]: for each token the sum of its experts' outputs times their weights. Collective over
-  // the ranks that share the experts.
+  // x [tokens, hidden] -> [tokens, hidden]: for each token the sum of its experts' outputs times their weights; an expert of -1
+  // adds nothing. Collective over the ranks that share the experts.
   at::Tensor forward(at::Tensor x, at::Tensor experts, at::Tensor weights);
 
   at::Tensor gate_up_proj, down_proj;

@@ -32,7 +32,8 @@ struct RouterOptions {
   // scores have the highest sum; of equal ones the first.
   int64_t groups = 1, groups_per_token = 1;
 
-  // What keeps experts equally busy. A Router has it; 0: nothing. The losses are sums over tokens, as a language model's own.
+  // What keeps experts equally busy. A Router has it, and `route` alone has not; 0: nothing. Losses and biases count what was
+  // chosen, whether it is dropped or not. The losses are sums over tokens, as a language model's own.
   //
   // The loss of DeepSeek-V3, sequence by sequence: for each token  balance_loss * sum over experts e of f_e * p_e.  p_e is the
   // token's probability of e (its softmax, or its sigmoid divided by the sum of all), and f_e is experts / experts_per_token *
@@ -44,11 +45,20 @@ struct RouterOptions {
   // Each update of `update_router_biases` moves a bias of each expert by this: up where it was chosen less often than the mean,
   // down where more often (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts").
   double bias_rate = 0;
+  // Of each sequence an expert takes no more choices than  capacity * tokens * experts_per_token / experts,  rounded up, and at
+  // least one. Of more those with the highest weights stay, before these are rounded to the dtype of the layer, and of equal
+  // ones the earlier tokens'. The others are dropped: a token's other weights stay what they are, and a token of which nothing
+  // stays gets zeros. Megatron-LM's policy "probs" without padding does the same to the tokens of a microbatch, whatever
+  // sequences they are of. A sequence that context parallelism cuts is refused.
+  double capacity = 0;
 };
 
+// How many tokens of a sequence of so many an expert takes, with a capacity.
+int64_t room_for(const RouterOptions& options, int64_t tokens);
+
 struct Routes {
-  at::Tensor experts;  // [tokens, experts_per_token] int64, by falling score
-  at::Tensor weights;  // alike; differentiable, in the dtype of the logits
+  at::Tensor experts;  // [tokens, experts_per_token] int64, by falling score; -1 where a Router has dropped the choice
+  at::Tensor weights;  // alike; differentiable, in the dtype of the logits; 0 and without a gradient where it was dropped
 };
 
 // The routes of logits [tokens, experts]. `bias` [experts], where defined, is added to the scores of which experts and groups
@@ -57,8 +67,8 @@ struct Routes {
 Routes route(const at::Tensor& logits, const RouterOptions& options, const at::Tensor& bias = {}, bool canonical = false);
 
 // A part of modules that route: they derive from it. With losses or a bias, a training forward needs an AuxiliaryLosses
-// (nn/auxiliary_losses.h). Law: but for rounding, losses, counts and biases do not depend on the mesh or on microbatches, as
-// long as a sequence is in one microbatch. It may be cut by context parallelism.
+// (nn/auxiliary_losses.h). Law: but for rounding, losses, counts, biases and what is dropped do not depend on the mesh or on
+// microbatches, as long as a sequence is in one microbatch. Without a capacity it may be cut by context parallelism.
 class Router : public SequencePart, public CanonicalPart {
  public:
   // logits [sequences, tokens of each, experts] -> the routes of [sequences * tokens] tokens. Collective over the ranks that
@@ -75,15 +85,16 @@ class Router : public SequencePart, public CanonicalPart {
   friend void update_router_biases(torch::nn::Module& module, MeshComm& comms);
   friend void forget_router_counts(torch::nn::Module& module);
 
-  at::Tensor with_losses(const at::Tensor& logits, const Routes& routes) const;
+  at::Tensor with_losses(const at::Tensor& logits, const at::Tensor& chosen, at::Tensor weights) const;
 
   RouterOptions options_;
   at::Tensor bias_;                              // [experts]; undefined where there is none
   std::shared_ptr<std::vector<double>> counts_;  // since the last update; passes may outlive this
 };
 
-// Moves the biases of every Router below the module by what this step's training forwards have chosen, on all ranks. Call it on
-// every rank after each step of the optimizer. Collective over the mesh.
+// Moves the biases of every Router below the module by what this step's training forwards have chosen, on all ranks. Ranks
+// along tp count the same tokens, all as often, so they change no sign. Call it on every rank after each step of the optimizer.
+// Collective over the mesh.
 void update_router_biases(torch::nn::Module& module, MeshComm& comms);
 // For a step that is skipped, forwards whose gradients are dropped, and before a load.
 void forget_router_counts(torch::nn::Module& module);
