@@ -11,6 +11,8 @@ WIDTH, UNITS = 16, 5
 BYTES = WIDTH * WIDTH * 4  # of a unit
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 CHAIN = f"mlp(widths={'-'.join([str(WIDTH)] * (UNITS + 1))},bias=0)"
+EXPERTS = ("llama(layers=2,hidden=16,heads=2,kv_heads=2,intermediate=8,vocab=12,positions=8,experts=8,top_k=2,"
+           "expert_width=6)")
 
 
 def plan(*arguments, code=0):
@@ -119,6 +121,28 @@ class Plan(unittest.TestCase):
         self.assertTrue({"tp", "cp"} <= groups, groups)
         self.assertTrue(any("dp_shard" in group for group in groups), groups)
 
+    def test_bytes_of_experts_are_a_range_from_even_routing_to_all_tokens_on_one_rank(self):
+        tokens, chosen, layers, of_counts = 8, 2, 2, 8 * 8
+        # There and back, forwards and backwards.
+        exchanged = [layers * (of_counts + 4 * rows * 16 * 4) for rows in (tokens * chosen, 2 * tokens * chosen)]
+        lines, said = plan("--model", EXPERTS, "--mesh", "dp_shard=4", "--expert-ranks", "2")
+        self.assertEqual(traffic(lines)["all_to_all", "ep"], (5 * layers, exchanged[0]))
+        worst = {(line["op"], line["group"]): line["worst_bytes"] for line in lines if line["type"] == "plan_traffic"}
+        self.assertEqual(worst["all_to_all", "ep"], exchanged[1])
+        self.assertEqual([(line["rows"], line["worst_rows"]) for line in lines if line["type"] == "plan_experts"], [(16, 32)])
+        self.assertRegex(said, r"all_to_all +ep +2 +10 +8\.12 KiB   to 16\.12 KiB")
+        self.assertRegex(said, r"experts of the rank get 16 rows .*\n.*at most 32,")
+        ranks = {(line["group"], line["ranks"]) for line in lines if line["type"] == "plan_traffic"}
+        self.assertTrue({("dp_shard", 4), ("dp_shard", 2)} <= ranks, "experts are sharded over those that hold the same")
+        lines, said = plan("--model", EXPERTS, "--mesh", "dp_shard=4")
+        self.assertNotIn("plan_experts", {line["type"] for line in lines})
+        self.assertNotIn("all_to_all", said)
+
+    def test_a_search_shares_experts_where_a_mesh_can(self):
+        lines, said = plan("--model", EXPERTS, "--search", "--ranks", "4", "--expert-ranks", "4")
+        self.assertIn("dp_shard=4", {line["mesh"] for line in lines if line["type"] == "plan_choice"})
+        self.assertIn("not possible: zero1 dp_shard=2,tp=2", said)
+
     def test_what_does_not_fit_is_refused_with_what_would(self):
         for arguments, words in (
                 (["--strategy", "zero9"], ["zero9", "zero3"]),
@@ -128,6 +152,10 @@ class Plan(unittest.TestCase):
                 (["--dtype", "int8"], ["int8", "bf16"]),
                 (["--model", CHAIN, "--set", "offload=pinned", "--search", "--ranks", "4"], ["--search", "leave offload out"]),
                 (["--model", "conv(channels=1-4,kernel=3,size=4,classes=2)", "--machine", "h100"], ["--machine", "a conv"]),
+                (["--expert-ranks", "2"], ["--expert-ranks 2", "a llama with experts"]),
+                (["--model", EXPERTS, "--mesh", "dp_shard=3", "--expert-ranks", "2"],
+                 ["dp_shard=3", "so many ranks cannot share"]),
+                (["--model", EXPERTS, "--set", "offload=pageable"], ["experts", "leave offload out"]),
                 (["--model", "gpt(layers=2,hidden=7,heads=2)"], ["hidden", "heads"])):
             _, said = plan(*arguments, code=2)
             for word in words:

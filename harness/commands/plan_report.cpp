@@ -37,16 +37,25 @@ void report_activations(const DryRunResult& result, JsonLines& out) {
 void report_traffic(const DryRunResult& result, JsonLines& out) {
   fmt::print("\n{:<16}{:<22}{:>8}{:>8}{:>14}   of a step; whole buffers\n", "call", "group", "ranks", "calls", "bytes");
   for (const Traffic& traffic : result.traffic) {
-    fmt::print("{:<16}{:<22}{:>8}{:>8}{:>14}\n", traffic.op, traffic.group, traffic.ranks, traffic.calls,
-               size_text(traffic.bytes));
+    const bool is_routed = traffic.worst_bytes != traffic.bytes;
+    fmt::print("{:<16}{:<22}{:>8}{:>8}{:>14}{}\n", traffic.op, traffic.group, traffic.ranks, traffic.calls,
+               size_text(traffic.bytes), is_routed ? fmt::format("   to {}", size_text(traffic.worst_bytes)) : "");
     out.write({{"type", "plan_traffic"},
                {"op", traffic.op},
                {"group", traffic.group},
                {"ranks", traffic.ranks},
                {"calls", traffic.calls},
-               {"bytes", traffic.bytes}});
+               {"bytes", traffic.bytes},
+               {"worst_bytes", traffic.worst_bytes}});
   }
   if (result.traffic.empty()) fmt::print("none\n");
+  const ExpertRows& rows = result.expert_rows;
+  if (rows.worst == 0) return;
+  fmt::print(
+      "\nexperts of the rank get {} rows in a layer and microbatch where routing is even, as memory and time have it;\n"
+      "at most {}, where every token of the ranks that share them chooses as many of them as it may, or a capacity lets it\n",
+      grouped(rows.even), grouped(rows.worst));
+  out.write({{"type", "plan_experts"}, {"rows", rows.even}, {"worst_rows", rows.worst}});
 }
 
 void report_pieces(const DryRunResult& result, JsonLines& out) {

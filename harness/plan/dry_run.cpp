@@ -3,7 +3,9 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <functional>
 #include <map>
+#include <numeric>
 #include <optional>
 #include <unordered_set>
 #include <utility>
@@ -11,6 +13,7 @@
 #include "harness/case/axes.h"
 #include "harness/case/network.h"
 #include "harness/case/parallel.h"
+#include "harness/case/parallel_sizes.h"
 #include "shardproof/base/check.h"
 #include "shardproof/nn/meta_init.h"
 #include "shardproof/sharding/named_options.h"
@@ -83,6 +86,58 @@ ShardOptions shard_options(const DryRun& options, const Network& network, c10::D
   return shard;
 }
 
+bool has_experts(const golden::Model& model) {
+  return model.kind == golden::Model::Kind::llama && model.llama.experts > 0;
+}
+
+// Of a sequence.
+int64_t tokens_on(const DryRun& options, int64_t rank) {
+  const Case& c = options.what;
+  const int64_t length = options.length == 0 ? c.model.positions() : options.length;
+  if (c.context_ranks() == 1) return length;
+  return context_cut(context_split(c), length, c.context_ranks()).count(c.mesh.coordinate(rank, axes::cp));
+}
+
+// How many of these experts a token may choose. They are different ones, and in few enough groups.
+int64_t most_chosen(const RouterOptions& o, const Interval& experts) {
+  const int64_t each = o.experts / o.groups;
+  std::vector<int64_t> here;
+  for (int64_t begin = 0; begin < o.experts; begin += each)
+    here.push_back(std::max<int64_t>(0, std::min(experts.end, begin + each) - std::max(experts.begin, begin)));
+  std::ranges::sort(here, std::greater());
+  return std::min(o.experts_per_token, std::accumulate(here.begin(), here.begin() + o.groups_per_token, int64_t{0}));
+}
+
+// How many rows of a sequence of so many tokens can come to these experts.
+int64_t most_rows(const RouterOptions& o, int64_t tokens, const Interval& experts) {
+  const int64_t rows = tokens * most_chosen(o, experts);
+  return o.capacity > 0 ? std::min(rows, experts.size() * room_for(o, tokens)) : rows;
+}
+
+// What depends on routing. The buffers of an exchange are the rows that the rank's own tokens make, and those that it gets.
+void add_routing(const DryRun& options, DryRunResult& result) {
+  const LlamaOptions llama = llama_options(options.what.model.llama);
+  const std::vector<RankGroup>& groups = result.record.groups;
+  const auto sharing = std::ranges::find(groups, axes::ep, &RankGroup::name);
+  const int64_t ranks = std::ssize(sharing->ranks);
+  const auto place = std::ranges::find(sharing->ranks, options.rank) - sharing->ranks.begin();
+  const Interval experts = piece({}, llama.router.experts, ranks, place);
+  const int64_t own = options.samples * tokens_on(options, options.rank) * llama.router.experts_per_token;
+  const std::vector<int64_t> even = even_counts(own, llama.router.experts);
+  ExpertRows& rows = result.expert_rows;
+  rows.even = ranks * std::accumulate(even.begin() + experts.begin, even.begin() + experts.end, int64_t{0});
+  for (const int64_t rank : sharing->ranks)
+    rows.worst += options.samples * most_rows(llama.router, tokens_on(options, rank), experts);
+  rows.worst = std::max(rows.worst, rows.even);  // which drops nothing, as routing is not known where even is taken for it
+  const int64_t elements = std::max(own, rows.worst) * llama.hidden;
+  const auto exchanges = std::ranges::find_if(result.traffic, [](const Traffic& traffic) {
+    return traffic.group == axes::ep && traffic.op == to_string(Op::all_to_all);
+  });
+  for (const Collective& call : result.record.collectives)
+    if (groups[call.group].name == axes::ep && call.op == Op::all_to_all && c10::isFloatingType(call.dtype))  // not of counts
+      exchanges->worst_bytes += elements * static_cast<int64_t>(c10::elementSize(call.dtype)) - call.bytes;
+}
+
 struct Trained {
   Network network;
   std::optional<TensorParallel> parallel = {};
@@ -101,7 +156,7 @@ DryTraining training_of(const DryRun& options, const std::shared_ptr<MeshComm>& 
     const MetaInit meta;
     made->network = make_network(c.model, tensor_group);
   }
-  if (tensor_group) {
+  if (tensor_group || expert_ranks(c) > 1) {
     ParallelPlan plan = parallel_plan(c);
     plan.compare_replicas = false;  // one rank has no others to compare with, and few steps have this traffic
     made->parallel = parallelize(made->network.module, comms, std::move(plan));
@@ -114,7 +169,8 @@ DryTraining training_of(const DryRun& options, const std::shared_ptr<MeshComm>& 
   made->optimizer = adamw(*made->sharded, {});
   golden::Microbatch data = zeros(options, device);
   if (made->context) data.input = made->context->cut(data.input), data.target = made->context->cut(data.target);
-  return {made, *made->sharded, *made->optimizer, [made, data] { return made->network.loss(data); }};
+  return {made, *made->sharded, *made->optimizer, [made, data] { return made->network.loss(data); },
+          [made, comms] { update_router_biases(*made->network.module, *comms); }};
 }
 
 bool offloads(const DryRun& options) {
@@ -138,8 +194,13 @@ DryRunResult dry_run(const DryRun& options) {
                 c.model.kind == golden::Model::Kind::conv ? "a conv" : "offload");
   const DryStep step{
       .mesh = c.mesh, .rank = options.rank, .rounds = options.rounds, .saves = options.saves, .shown = options.shown};
+  SHARD_REQUIRE(!has_experts(c.model) || runs_without_memory(options), "plan",
+                "offload takes a step with memory, in which tokens choose experts by values that nobody has set; leave offload "
+                "out for a model with experts");
+  require_expert_ranks(c, "plan");
   DryRunResult result =
       dry_step(step, [&](const auto& comms) { return training_of(options, comms, device_of(options), false); });
+  if (expert_ranks(c) > 1) add_routing(options, result);
   for (const auto& [name, shape] : golden::parameter_shapes(c.model)) result.parameters += numel(shape);
   return result;
 }

@@ -25,6 +25,10 @@ struct DryRun {
   std::function<void(double fraction, const std::string& what)> shown = {};  // hears how far a long run is
 };
 
+// Which tokens choose which experts is not known here. Choices are even (even_counts of parallel/experts/experts.h), nothing is
+// dropped, and every rank has as many tokens as this one; memory, bytes and times are those of such routing. The worst that can
+// come to this rank is computed from sizes.
+//
 // Along tp a gpt and a llama have the library's plan, an mlp the styles that its case draws. One rank runs the library's step
 // on a device without memory (meta_device.h), so it takes neither this rank's memory nor its time. Where that cannot be (see
 // below), it computes on the CPU, in memory for the whole rank; activation_bytes, peak_bytes and the operators of the record

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <filesystem>
+#include <tuple>
 #include <utility>
 
 #include "harness/plan/meta_device.h"
@@ -17,13 +18,15 @@ namespace {
 using namespace shardproof;
 
 std::vector<Traffic> traffic_of(const StepRecord& record) {
-  std::map<std::pair<std::string, std::string>, Traffic> sums;
+  std::map<std::tuple<std::string, std::string, int64_t>, Traffic> sums;  // experts see other groups of the same name
   for (const Collective& call : record.collectives) {
     const RankGroup& group = record.groups[call.group];
-    Traffic& sum = sums[{group.name, to_string(call.op)}];
-    sum.op = to_string(call.op), sum.group = group.name, sum.ranks = std::ssize(group.ranks);
+    const int64_t ranks = std::ssize(group.ranks);
+    Traffic& sum = sums[{group.name, to_string(call.op), ranks}];
+    sum.op = to_string(call.op), sum.group = group.name, sum.ranks = ranks;
     ++sum.calls;
     sum.bytes += call.bytes;
+    sum.worst_bytes += call.bytes;
   }
   std::vector<Traffic> traffic;
   for (auto& [key, sum] : sums) traffic.push_back(std::move(sum));
@@ -81,6 +84,7 @@ DryRunResult dry_step(const DryStep& step, const std::function<DryTraining(const
       loss.backward();
     }
     training.optimizer.step();
+    if (training.stepped) training.stepped();
   }
   result.cost.step = watch.lap();
   result.stepped = sharded.memory();

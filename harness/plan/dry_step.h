@@ -24,6 +24,13 @@ struct Traffic {
   std::string op, group;
   int64_t ranks = 0;             // of the group
   int64_t calls = 0, bytes = 0;  // of the whole buffer of each call
+  int64_t worst_bytes = 0;       // the same where routing is as uneven for this rank as it can be (ExpertRows)
+};
+
+// The rows that a rank's experts get in a layer and microbatch, where ranks share experts.
+struct ExpertRows {
+  int64_t even = 0;   // the choices of all tokens are dealt out evenly, as a dry run takes them
+  int64_t worst = 0;  // each token of each rank chooses as many of this rank's experts as it may
 };
 
 // What the run itself took, in seconds: the library's bookkeeping on a rank, since nothing is computed.
@@ -44,6 +51,7 @@ struct DryRunResult {
   int64_t peak_bytes = 0;         // all memory of the device at most in that step: `stepped`, activations, what operators make
   StepRecord record;              // of that step
   std::vector<Traffic> traffic;   // the sums of its collectives
+  ExpertRows expert_rows;
   std::vector<shardproof::Piece> pieces;  // of the rank, without values
   std::map<std::string, shardproof::ParameterPlacement> placements;
   DryRunCost cost;
@@ -55,6 +63,7 @@ struct DryTraining {
   shardproof::Sharded& sharded;
   shardproof::Optimizer& optimizer;
   std::function<at::Tensor()> loss;  // the forward of a microbatch
+  std::function<void()> stepped = {};  // what comes after the optimizer's step
 };
 
 struct DryStep {

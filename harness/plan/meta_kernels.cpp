@@ -20,6 +20,10 @@ at::Tensor index_select(const at::Tensor& self, int64_t dim, const at::Tensor& i
   return at::empty(sizes, self.options());
 }
 
+at::Tensor floor_divide(const at::Tensor& self, const at::Tensor& other) {
+  return at::div(self, other, "floor");
+}
+
 at::Tensor embedding_dense_backward(const at::Tensor& gradient, const at::Tensor&, c10::SymInt rows, c10::SymInt, bool) {
   return at::empty({rows.expect_int(), gradient.size(-1)}, gradient.options());
 }
@@ -125,6 +129,7 @@ std::unique_ptr<torch::Library> library(c10::DispatchKey key) {
 std::unique_ptr<torch::Library> meta_kernels() {
   auto kernels = library(c10::DispatchKey::Meta);
   kernels->impl("index_select", &index_select);
+  kernels->impl("floor_divide", &floor_divide);
   kernels->impl("embedding_dense_backward", &embedding_dense_backward);
   kernels->impl("native_layer_norm", &native_layer_norm);
   kernels->impl("native_layer_norm_backward", &native_layer_norm_backward);

@@ -85,9 +85,12 @@ class Recorded final : public DecoratedComm {
   Work start(Call call) override {
     const auto bytes = [](const at::Tensor& tensor) { return tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0; };
     const at::DisableRecordFunctionGuard quiet;  // how a rank alone makes up its results is no part of its step
+    const at::Tensor& sent = call.input.defined() ? call.input : call.output;
+    const at::ScalarType dtype = sent.defined() ? sent.scalar_type() : at::kFloat;
     const int64_t others = std::ranges::count_if(call.input_sizes, [](int64_t size) { return size > 0; });
     const bool to_one = others == 1 && call.input_sizes[static_cast<size_t>(rank())] == 0;
-    const size_t collective = recorder_.start({call.op, group_, std::max(bytes(call.input), bytes(call.output)), to_one});
+    const size_t collective =
+        recorder_.start({call.op, group_, std::max(bytes(call.input), bytes(call.output)), dtype, to_one});
     return Work(std::make_shared<Awaited>(inner().issue(std::move(call)), recorder_, collective));
   }
 

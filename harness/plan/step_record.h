@@ -28,6 +28,7 @@ struct Collective {
   shardproof::Op op = shardproof::Op::barrier;
   size_t group = 0;   // an index into StepRecord::groups
   int64_t bytes = 0;  // of the larger of the call's two tensors, e.g. the whole buffer of an all_gather
+  at::ScalarType dtype = at::kFloat;
   bool to_one = false;  // an all_to_all in which the rank sends to one other only, as in a ring
 };
 

@@ -4,11 +4,13 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <numeric>
 
 #include "harness/case/network.h"
 #include "harness/case/parallel.h"
 #include "harness/plan/dry_run.h"
 #include "harness/plan/meta_device.h"
+#include "properties/kit/expect_error.h"
 #include "properties/kit/harness_env.h"
 #include "shardproof/comm/threads/threads.h"
 #include "shardproof/comm/traced.h"
@@ -32,10 +34,21 @@ struct Planned {
   int64_t overlap_pieces = 1;
   int64_t delayed_bytes = 0;
   bool side_by_side = false;
+  int64_t expert_ranks = 1;
+  ContextAttention attention = ContextAttention::ring;
 };
 
 constexpr const char* kGpt = "gpt(layers=2,hidden=16,heads=4,vocab=24,positions=8,tied)";
 constexpr const char* kLlama = "llama(layers=2,hidden=16,heads=4,kv_heads=2,intermediate=24,vocab=20,positions=8)";
+// With windows and documents.
+constexpr const char* kSeeing =
+    "llama(layers=2,hidden=16,heads=4,kv_heads=2,intermediate=24,vocab=20,positions=8,window=3,full_layers=1,document_end=1)";
+// Each token has all experts, so that routing is even.
+constexpr const char* kMoe =
+    "llama(layers=2,hidden=16,heads=4,kv_heads=2,intermediate=24,vocab=20,positions=8,experts=4,top_k=4,expert_width=6)";
+constexpr const char* kBusyMoe =
+    "llama(layers=3,hidden=8,heads=2,kv_heads=2,intermediate=6,vocab=20,positions=8,experts=3,top_k=3,expert_width=5,"
+    "shared_width=4,dense_layers=1,score=sigmoid,expert_balance=0.5,expert_z=0.25,expert_bias=0.5)";
 constexpr const char* kMlp = "mlp(widths=6-10-9-4,bias)";
 
 const std::vector<Planned>& all_planned() {
@@ -55,6 +68,10 @@ const std::vector<Planned>& all_planned() {
       {kLlama, "dp_shard=3", "zero3", "bf16", 2, false, false, 2},
       {kLlama, "dp_shard=2,cp=2", "zero3"},
       {kGpt, "dp_shard=2,cp=2", "ddp"},
+      {.model = kLlama, .mesh = "dp_shard=1,cp=3", .strategy = "zero3", .attention = ContextAttention::gathered},
+      {.model = kLlama, .mesh = "dp_shard=2,cp=2", .strategy = "zero3", .attention = ContextAttention::ulysses},
+      {.model = kSeeing, .mesh = "dp_shard=1,cp=2", .strategy = "zero1", .dtype = "bf16"},
+      {.model = kSeeing, .mesh = "dp_shard=1,cp=3", .strategy = "zero3", .attention = ContextAttention::ulysses},
       {"odd(width=3,calls=2,gain,cube,empty,side,never,tied)", "dp_shard=2", "zero3"},
       {kMlp, "dp_shard=3", "zero3", "float32", 2, false, false, 0, true},
       {kGpt, "dp_shard=2", "zero3", "bf16", 2, false, false, 1, true},
@@ -71,14 +88,21 @@ const std::vector<Planned>& all_planned() {
       {.model = kMlp, .mesh = "dp_shard=3", .strategy = "zero3", .rounds = 2, .side_by_side = true},
       {.model = kGpt, .mesh = "dp_shard=2,tp=2", .strategy = "zero3", .dtype = "bf16", .side_by_side = true},
       {.model = kLlama, .mesh = "dp_replicate=2,dp_shard=2", .strategy = "hsdp", .prefetch = 1, .side_by_side = true},
+      {.model = kMoe, .mesh = "dp_shard=2", .strategy = "zero3"},
+      {.model = kMoe, .mesh = "dp_shard=4", .strategy = "zero3", .dtype = "bf16", .rounds = 2, .expert_ranks = 2},
+      {.model = kMoe, .mesh = "dp_shard=2,tp=2", .strategy = "zero2", .sequence_parallel = true, .expert_ranks = 2},
+      {.model = kMoe, .mesh = "dp_replicate=2,dp_shard=2", .strategy = "hfsdp", .recompute = true, .expert_ranks = 2},
+      {.model = kBusyMoe, .mesh = "dp_shard=2,cp=2", .strategy = "zero3", .rounds = 2, .expert_ranks = 4},
+      {.model = kBusyMoe, .mesh = "dp_shard=2", .strategy = "zero1", .expert_ranks = 2},
   };
   return all;
 }
 
 std::string words(const Planned& planned) {
-  return fmt::format("{} {} on {} in {}{}{}, {} bytes of delayed gradients", planned.strategy, planned.model, planned.mesh,
-                     planned.dtype, planned.offload_activations ? ", activations on the host" : "",
-                     planned.side_by_side ? ", side by side" : "", planned.delayed_bytes);
+  return fmt::format("{} {} on {} in {}{}{}, {} bytes of delayed gradients, experts over {}, attention {}", planned.strategy,
+                     planned.model, planned.mesh, planned.dtype, planned.offload_activations ? ", activations on the host" : "",
+                     planned.side_by_side ? ", side by side" : "", planned.delayed_bytes, planned.expert_ranks,
+                     static_cast<int>(planned.attention));
 }
 
 DryRun dry_of(const Planned& planned) {
@@ -88,6 +112,8 @@ DryRun dry_of(const Planned& planned) {
   run.what.strategy = planned.strategy;
   run.what.options.sequence_parallel = planned.sequence_parallel;
   run.what.options.overlap_pieces = planned.overlap_pieces;
+  run.what.options.ep = planned.expert_ranks;
+  run.what.options.context_attention = static_cast<int64_t>(planned.attention);
   run.rounds = planned.rounds;
   run.samples = 2;
   run.dtype = planned.dtype;
@@ -116,8 +142,15 @@ golden::Microbatch some_data(const golden::Model& model, int64_t samples) {
   return {at::ones({samples, model.mlp.widths.front()}), at::ones({samples, model.mlp.widths.back()})};
 }
 
+// Then all scores of a router are equal, and every token chooses the first experts.
+void clear_gates(const torch::nn::Module& module) {
+  const at::NoGradGuard no_grad;
+  for (const auto& item : module.named_parameters())
+    if (item.key().ends_with(".mlp.gate.weight")) item.value().zero_();
+}
+
 // The second step of every rank, of models with values, on threads that talk to each other.
-std::vector<Counted> really(const DryRun& run) {
+std::vector<Counted> really(const DryRun& run, bool to_first_experts = false) {
   const Case& c = run.what;
   std::vector<Counted> counted(static_cast<size_t>(c.mesh.size()));
   run_threads(c.mesh.size(), [&](std::shared_ptr<Comm> world) {
@@ -127,8 +160,9 @@ std::vector<Counted> really(const DryRun& run) {
     Comm* const tensor_group = c.tensor_ranks() > 1 ? &comms->along({"tp"}) : nullptr;
     Network network = make_network(c.model, tensor_group);
     initialize_parameters(*network.module, /*seed=*/3);
+    if (to_first_experts) clear_gates(*network.module);
     std::optional<TensorParallel> parallel;
-    if (tensor_group) {
+    if (tensor_group || expert_ranks(c) > 1) {
       ParallelPlan plan = parallel_plan(c);
       plan.compare_replicas = false;
       parallel = parallelize(network.module, comms, std::move(plan));
@@ -145,7 +179,7 @@ std::vector<Counted> really(const DryRun& run) {
     if (run.offload_activations) options.offload_activations = options.units;
     if (run.dtype == "bf16") options.precision = {.main = at::kFloat, .compute = at::kBFloat16, .reduce = at::kBFloat16};
     Sharded sharded = fully_shard(network.module, comms, options);
-    Optimizer optimizer = adamw(sharded, {});
+    Optimizer optimizer = adamw(sharded, {.lr = 0});
     golden::Microbatch data = some_data(c.model, run.samples);
     if (context) data.input = context->cut(data.input), data.target = context->cut(data.target);
     size_t first = 0;
@@ -157,6 +191,7 @@ std::vector<Counted> really(const DryRun& run) {
         network.loss(data).backward();
       }
       optimizer.step();
+      update_router_biases(*network.module, *comms);
     }
     Counted& mine = counted[static_cast<size_t>(rank)];
     mine.memory = sharded.memory();
@@ -172,7 +207,11 @@ std::vector<Counted> really(const DryRun& run) {
 
 Calls calls_of(const DryRunResult& result) {
   Calls calls;
-  for (const Traffic& traffic : result.traffic) calls[{traffic.group, traffic.op}] = {traffic.calls, traffic.bytes};
+  for (const Traffic& traffic : result.traffic) {
+    auto& [count, bytes] = calls[{traffic.group, traffic.op}];
+    count += traffic.calls;
+    bytes += traffic.bytes;
+  }
   return calls;
 }
 
@@ -196,6 +235,85 @@ TEST(Plan, calls_and_bytes_are_exactly_those_that_ranks_of_threads_make) {
       EXPECT_EQ(calls_of(dry_run(run)), counted[static_cast<size_t>(run.rank)].calls)
           << words(planned) << ", rank " << run.rank;
   }
+}
+
+// Of experts 0 to 5 over two ranks every token chooses the first ones. Where it chooses four, only three can be of rank 0.
+TEST(Plan, the_worst_bytes_of_experts_are_those_of_a_rank_that_all_tokens_choose) {
+  struct Sizes {
+    const char* mesh;
+    int64_t positions;
+    const char* routing;
+    int64_t even, worst;  // rows
+  };
+  // Two sequences of each rank or, with cp, of both; with a capacity an expert takes 5 tokens of a sequence.
+  for (const Sizes& sizes : {Sizes{"dp_shard=2", 6, "top_k=1", 12, 24}, Sizes{"dp_shard=4", 6, "top_k=2", 24, 48},
+                             Sizes{"dp_shard=2", 6, "top_k=4", 48, 72}, Sizes{"dp_shard=2,cp=2", 7, "top_k=4", 24, 42},
+                             Sizes{"dp_shard=2", 6, "top_k=4,expert_capacity=1.25", 48, 60}}) {
+    const std::string model = fmt::format(
+        "llama(layers=2,hidden=8,heads=2,kv_heads=2,intermediate=6,vocab=20,positions={},experts=6,"
+        "expert_width=5,{})",
+        sizes.positions, sizes.routing);
+    DryRun run =
+        dry_of({.model = model.c_str(), .mesh = sizes.mesh, .strategy = "zero3", .recompute = true, .expert_ranks = 2});
+    const std::vector<Counted> counted = really(run, /*to_first_experts=*/true);
+    for (run.rank = 0; run.rank < run.what.mesh.size(); run.rank += 2) {
+      const DryRunResult result = dry_run(run);
+      EXPECT_EQ(result.expert_rows.even, sizes.even) << model;
+      EXPECT_EQ(result.expert_rows.worst, sizes.worst) << model;
+      const int64_t worst = counted[static_cast<size_t>(run.rank)].calls.at({"ep", "all_to_all"}).second;
+      for (const Traffic& traffic : result.traffic)
+        EXPECT_EQ(traffic.worst_bytes, traffic.group == "ep" ? worst : traffic.bytes)
+            << str(run.what.model) << ", rank " << run.rank << ", " << traffic.op << " of " << traffic.group;
+    }
+  }
+}
+
+// Rank 1 has experts 4 to 7, which are two of the second group of three and two of the third.
+TEST(Plan, the_worst_rows_of_experts_are_of_as_many_groups_as_a_token_may_use) {
+  const auto worst = [](const char* routing) {
+    const std::string model = fmt::format(
+        "llama(layers=1,hidden=8,heads=2,kv_heads=2,intermediate=6,vocab=20,positions=4,experts=12,"
+        "expert_width=5,{})",
+        routing);
+    DryRun run = dry_of({.model = model.c_str(), .mesh = "dp_shard=3", .strategy = "zero3", .expert_ranks = 3});
+    run.rank = 1;
+    return dry_run(run).expert_rows.worst;
+  };
+  constexpr int64_t kTokens = 3 * 2 * 4;
+  EXPECT_EQ(worst("top_k=3"), kTokens * 3);
+  EXPECT_EQ(worst("top_k=3,expert_groups=4,groups_per_token=1"), kTokens * 2);
+  EXPECT_EQ(worst("top_k=3,expert_groups=4,groups_per_token=2"), kTokens * 3);
+}
+
+// The counts of a rank alone on the meta device, and those that ranks exchange: token n chooses experts k * n to k * n + k - 1.
+TEST(Plan, without_values_choices_are_dealt_out_evenly) {
+  constexpr int64_t kTokens = 7, kExperts = 5, kChosen = 3, kRanks = 3;
+  EXPECT_EQ(even_counts(kTokens * kChosen, kExperts), (std::vector<int64_t>{5, 4, 4, 4, 4}));
+  EXPECT_EQ(even_counts(2, kExperts), (std::vector<int64_t>{1, 1, 0, 0, 0}));
+  const at::Tensor chosen = at::arange(kTokens * kChosen, at::kLong).remainder(kExperts).view({kTokens, kChosen});
+  std::vector<std::vector<int64_t>> blocks(kRanks);
+  run_threads(kRanks, [&](std::shared_ptr<Comm> world) {
+    blocks[static_cast<size_t>(world->rank())] = Dispatch(chosen, kExperts, world).blocks();
+  });
+  StepRecorder recorder;
+  const MetaDevice device(recorder);
+  for (int64_t rank = 0; rank < kRanks; ++rank) {
+    const Dispatch dry(at::empty_like(chosen, at::kMeta), kExperts, counted(kRanks, rank));
+    EXPECT_EQ(dry.blocks(), blocks[static_cast<size_t>(rank)]) << "rank " << rank;
+    const at::Tensor rows = dry.rows(at::empty({kTokens, 2}, at::kMeta));
+    EXPECT_EQ(rows.size(0), std::accumulate(dry.blocks().begin(), dry.blocks().end(), int64_t{0}));
+    EXPECT_EQ(dry.outputs(rows).sizes(), (std::vector<int64_t>{kTokens, kChosen, 2}));
+  }
+}
+
+TEST(Plan, experts_are_refused_where_a_step_takes_memory_or_as_many_ranks_cannot_share_them) {
+  DryRun run = dry_of({.model = kMoe, .mesh = "dp_shard=3", .strategy = "zero3", .expert_ranks = 2});
+  expect_error([&] { dry_run(run); }, {"--expert-ranks 2", "dp_shard=3", "so many ranks cannot share"});
+  run.what.model = parse_model(kLlama);
+  expect_error([&] { dry_run(run); }, {"--expert-ranks 2", "a llama with experts"});
+  run = dry_of({.model = kMoe, .mesh = "dp_shard=2", .strategy = "zero3"});
+  run.sharding = {"offload=pageable"};
+  expect_error([&] { dry_run(run); }, {"offload", "leave offload out"});
 }
 
 TEST(Plan, an_exchange_of_a_ring_goes_to_one_rank) {

@@ -142,7 +142,8 @@ TEST(Timeline, costs_of_collectives_are_what_a_person_works_out) {
   EXPECT_DOUBLE_EQ(seconds(Op::all_to_all, ranks(8), 80), 3 * 2 + 5 + 80.0 * 4 / 8);  // half of it leaves the host
   EXPECT_DOUBLE_EQ(seconds(Op::send, ranks(2), 80), 2 + 80.0 / 10);
   const auto of_a_ring = [&](int64_t size) {
-    return collective_seconds({Op::all_to_all, 0, 80, /*to_one=*/true}, spread_of({"", ranks(size)}, machine), machine);
+    const Collective exchange{.op = Op::all_to_all, .bytes = 80, .to_one = true};
+    return collective_seconds(exchange, spread_of({"", ranks(size)}, machine), machine);
   };
   EXPECT_DOUBLE_EQ(of_a_ring(4), 2 + 80.0 / 10);
   EXPECT_DOUBLE_EQ(of_a_ring(8), 5 + 80.0 / 1);
