@@ -43,7 +43,7 @@ struct Case {
 // Of two sequences: a window or none, and documents of a few lengths, others in each, or none.
 AttentionSight random_sight(int64_t length) {
   const auto causal = *rc::gen::arbitrary<bool>();
-  AttentionSight sight(causal, causal ? *rc::gen::elementOf(std::vector<int64_t>{0, 0, 1, 2, 3, 7, 30}) : 0);
+  AttentionSight sight(causal, causal ? *rc::gen::elementOf(std::vector<int64_t>{0, 0, 1, 2, 3, 5, 8, 30}) : 0);
   if (!*rc::gen::arbitrary<bool>()) return sight;
   const at::Tensor ends = integers({2, length}, *rc::gen::inRange<int64_t>(0, 9)).ge(3).to(at::kLong);
   sight.documents = ends.cumsum(1);
@@ -53,7 +53,7 @@ AttentionSight random_sight(int64_t length) {
 Case random_case() {
   const auto kv_heads = *rc::gen::inRange<int64_t>(1, 4);
   const auto length = *rc::gen::inRange<int64_t>(1, 20);
-  const auto [name, way] = *rc::gen::elementOf(kWays);
+  const auto& [name, way] = kWays[*rc::gen::inRange<size_t>(0, kWays.size())];  // RapidCheck cannot show a function
   const Case c{*rc::gen::inRange<int64_t>(1, 5),
                length,
                kv_heads * *rc::gen::inRange<int64_t>(1, 4),
