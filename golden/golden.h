@@ -56,9 +56,9 @@ struct Gpt {
 // where no token document_end lies at positions j to i - 1 and, with a window, in layers from number full_layers on, j > i -
 // window. Parameters, in this order: "model.embed_tokens.weight" [vocab, hidden], per layer
 // "model.layers.<i>.self_attn.{q,k,v,o}_proj.weight", with qkv_bias each of the first three followed by its "bias", with
-// qk_norm "model.layers.<i>.self_attn.{q,k}_norm.weight" [head],
-// "model.layers.<i>.mlp.{gate,up,down}_proj.weight", "model.layers.<i>.{input,post_attention}_layernorm.weight", then
-// "model.norm.weight" and, unless tied, "lm_head.weight". Dropout: per layer, of attention's probabilities.
+// qk_norm "model.layers.<i>.self_attn.{q,k}_norm.weight" [head], "model.layers.<i>.mlp.{gate,up,down}_proj.weight",
+// "model.layers.<i>.{input,post_attention}_layernorm.weight", then "model.norm.weight" and, unless tied, "lm_head.weight".
+// Dropout: per layer, of attention's probabilities.
 //
 // With `experts`, layers from number dense_layers on have experts in place of the gated MLP. Of its tokens x [N, hidden]:
 //   logits = linear(x, gate), in float32 or wider; scores = softmax(logits) or sigmoid(logits), or the logits (chosen_softmax).
@@ -76,9 +76,9 @@ struct Gpt {
 //   expert_bias: scores get a bias before experts and groups are chosen, and weights do not. It is the buffer
 //     "mlp.gate.e_score_correction_bias" [experts], which begins as zero. After each step that is not skipped it goes up by
 //     expert_bias where the step's training forwards chose the expert less often than the mean, and down where more often;
-//   expert_capacity: of a sequence of T tokens at most ceil(expert_capacity * (T * experts_per_token) / experts) choose an
-//     expert, and at least one. Of more the terms with the highest w_j stay, before these are rounded, and of equal ones those
-//     of the first tokens. The others leave y; losses and the bias count them all the same.
+//   expert_capacity: of a sequence of T tokens at most ceil(expert_capacity * (T * experts_per_token / experts)) choose an
+//     expert, and at least one. Of more, the terms with the highest w_j stay, and of equal ones those of the first tokens; w_j
+//     is compared before it is rounded. The others leave y. Losses and the bias count them all the same.
 // An expert's rows are multiplied together, in the order of tokens. Parameters of such a layer, in place of the MLP's three:
 // "mlp.gate.weight" [experts, hidden], "mlp.experts.gate_up_proj" [experts, 2 * expert_width, hidden] (first the gate's rows),
 // "mlp.experts.down_proj" [experts, hidden, expert_width], and "mlp.shared_experts.{gate,up,down}_proj.weight".

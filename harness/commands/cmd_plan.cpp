@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
+#include "harness/case/network.h"
 #include "harness/commands/choices.h"
 #include "harness/commands/commands.h"
 #include "harness/commands/json_lines.h"
@@ -14,7 +15,6 @@
 #include "harness/commands/progress.h"
 #include "harness/commands/usage.h"
 #include "harness/plan/calibrate.h"
-#include "harness/plan/hugging_face_config.h"
 #include "harness/train/train_progress.h"
 #include "shardproof/base/check.h"
 
@@ -37,9 +37,8 @@ struct Arguments {
 golden::Model chosen_model(const std::string& text) {
   namespace fs = std::filesystem;
   std::error_code is_no_path;  // as the text of a long model
-  if (fs::is_directory(text, is_no_path)) return model_of_config(text + "/config.json");
-  if (text.ends_with(".json")) return model_of_config(text);
-  return parse_model(text);
+  const bool is_config = fs::is_directory(text, is_no_path) || text.ends_with(".json");
+  return is_config ? described_model(shardproof::checkpoint::read_hugging_face_config(text)) : parse_model(text);
 }
 
 void find_meshes(const Arguments& a, const Machine& machine, JsonLines& out) {

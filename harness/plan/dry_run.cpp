@@ -128,7 +128,7 @@ void add_routing(const DryRun& options, DryRunResult& result) {
   rows.even = ranks * std::accumulate(even.begin() + experts.begin, even.begin() + experts.end, int64_t{0});
   for (const int64_t rank : sharing->ranks)
     rows.worst += options.samples * most_rows(llama.router, tokens_on(options, rank), experts);
-  rows.worst = std::max(rows.worst, rows.even);  // which drops nothing, as routing is not known where even is taken for it
+  rows.worst = std::max(rows.worst, rows.even);  // even routing drops nothing, whatever the capacity
   const int64_t elements = std::max(own, rows.worst) * llama.hidden;
   const auto exchanges = std::ranges::find_if(result.traffic, [](const Traffic& traffic) {
     return traffic.group == axes::ep && traffic.op == to_string(Op::all_to_all);

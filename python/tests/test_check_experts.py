@@ -44,6 +44,8 @@ def test_ep_is_no_option_and_no_axis_besides():
     for settings in ({"options": {"ep": (1, 2)}}, {"mesh": {"dp": (1, 2), "ep": (1, 2)}}):
         with pytest.raises(ValueError, match="take it out of options and mesh"):
             replace(EXPERTS, **settings)
+    with pytest.raises(ValueError, match="at least 1"):
+        replace(EXPERTS, ep=(0, 2))
 
 
 def test_experts_of_fsdp2_hold():
@@ -56,6 +58,12 @@ def test_experts_of_this_library_hold():
     report = check(ENGINES["shardproof-ep"], cases=60, seed=11, ranks="processes")
     assert report.ok and report.held == 60, str(report)
     assert report.controls >= 80 and report.blind == 0 and report.farthest < 8
+
+
+def run(text: str, folder) -> subprocess.CompletedProcess:
+    script = folder / "case.py"
+    script.write_text(text)
+    return subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
 
 
 def fsdp2_divides_as_it_does_by_itself(model: nn.Module, mesh, ep: int = 1) -> Sharded:
@@ -77,9 +85,7 @@ def test_gradients_of_experts_that_are_not_divided_by_the_ranks_that_sent_rows_a
     assert {word.split("=")[0] for word in verdict.line.split()} == {"dp", "ep", "data"}, verdict.line
     assert check(wrong, replay=verdict.line.replace("ep=2", "ep=1")).kind == "held"  # this mistake is seen by nothing else
 
-    script = tmp_path / "found.py"
-    script.write_text(report.failures[0].script)
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    ended = run(report.failures[0].script, tmp_path)
     assert ended.returncode == 1 and "the sharded run differs" in ended.stdout, ended.stdout + ended.stderr
 
 
@@ -87,10 +93,10 @@ def test_the_script_of_a_case_in_which_each_segment_has_another_ep_ends_with_0(t
     line = "load=yes segments=2 dp=4 ep=4 s1.dp=4 s1.ep=2 data=3"
     verdict = check(EXPERTS, replay=line)
     assert verdict.kind == "held", verdict.message
-    script = tmp_path / "case.py"
-    script.write_text(script_of(EXPERTS, verdict))
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    ended = run(script_of(EXPERTS, verdict), tmp_path)
     assert ended.returncode == 0 and "agrees with the plain one" in ended.stdout, ended.stdout + ended.stderr
+    # The source of such an engine imports from its package, which a script has not.
+    assert script_of(ENGINES["shardproof-ep"], verdict) == ""
 
 
 def by_hand(mistake: bool):

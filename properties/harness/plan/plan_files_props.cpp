@@ -5,8 +5,8 @@
 #include <regex>
 #include <set>
 
+#include "harness/case/network.h"
 #include "harness/commands/choices.h"
-#include "harness/plan/hugging_face_config.h"
 #include "harness/plan/search.h"
 #include "properties/kit/expect_error.h"
 #include "properties/kit/harness_env.h"
@@ -16,6 +16,10 @@ using shardproof::expect_error;
 using shardproof::Mesh;
 
 namespace {
+
+golden::Model described(const std::string& path) {
+  return described_model(shardproof::checkpoint::read_hugging_face_config(path));
+}
 
 std::string written(const std::string& path, const std::string& text) {
   std::ofstream(path) << text;
@@ -81,7 +85,7 @@ TEST(PlanMachine, errors_name_the_field_the_file_and_the_machine_that_was_meant)
 TEST(PlanConfig, models_of_others_have_the_numbers_of_parameters_that_their_makers_say) {
   const harness_env::Folder folder;
   const auto count = [&](const std::string& text) {
-    return parameters(model_of_config(written(folder / "config.json", text)));
+    return parameters(described(written(folder / "config.json", text)));
   };
   EXPECT_EQ(count(R"({"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257,
                       "n_positions": 1024, "n_inner": null})"),
@@ -106,7 +110,7 @@ TEST(PlanConfig, models_of_others_have_the_numbers_of_parameters_that_their_make
 TEST(PlanConfig, a_model_that_the_library_has_not_is_a_clear_error) {
   const harness_env::Folder folder;
   const auto refuse = [&](const std::string& text, std::initializer_list<std::string> parts) {
-    expect_error([&] { model_of_config(written(folder / "config.json", text)); }, parts);
+    expect_error([&] { described(written(folder / "config.json", text)); }, parts);
   };
   const std::string sizes =
       R"("num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 100)";
@@ -118,7 +122,7 @@ TEST(PlanConfig, a_model_that_the_library_has_not_is_a_clear_error) {
   refuse(R"({"model_type": "llama", "attention_bias": true, )" + sizes + "}", {"biases"});
   refuse(R"({"model_type": "llama", "head_dim": 0, )" + sizes + "}", {"head_dim"});
   refuse(R"({"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 9, "n_inner": 24})", {"24 wide"});
-  expect_error([&] { model_of_config(folder / "nothing.json"); }, {"nothing.json"});
+  expect_error([&] { described(folder / "nothing.json"); }, {"nothing.json"});
 }
 
 TEST(PlanSearch, deals_out_all_ranks_in_every_way_once) {

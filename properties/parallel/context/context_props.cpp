@@ -210,16 +210,20 @@ RC_GTEST_PROP(Context, gathered_attention_in_low_precision_has_the_bits_of_the_w
   RC_ASSERT(at::equal(run.q, q.grad()));
 }
 
-TEST(Context, ulysses_exchanges_heads_for_positions_twice_in_each_direction) {
-  constexpr int64_t kLength = 12, kRanks = 3;
+// What three ranks call for causal attention to 12 positions, forwards and backwards.
+std::shared_ptr<Trace> trace_of(Way way, int64_t heads, int64_t kv_heads) {
   auto trace = std::make_shared<Trace>();
-  run_threads(kRanks, [&](std::shared_ptr<Comm> comm) {
+  run_threads(3, [&](std::shared_ptr<Comm> comm) {
     const auto recorded = traced(comm, trace);
-    const DimCut cut = context_cut(ContextSplit::balanced, kLength, kRanks);
-    const at::Tensor q = waves({1, 6, 4, 2}, comm->rank() + 1).set_requires_grad(true), k = waves({1, 3, 4, 2}, 2);
-    ulysses_attention(q, k, k, cut, true, {}, *recorded).sum().backward();
+    const at::Tensor q = waves({1, heads, 4, 2}, comm->rank() + 1).set_requires_grad(true), k = waves({1, kv_heads, 4, 2}, 2);
+    way(q, k, k, context_cut(ContextSplit::balanced, 12, 3), true, {}, *recorded).sum().backward();
   });
-  for (int64_t rank = 0; rank < kRanks; ++rank) {
+  return trace;
+}
+
+TEST(Context, ulysses_exchanges_heads_for_positions_twice_in_each_direction) {
+  const auto trace = trace_of(ulysses_attention, 6, 3);
+  for (int64_t rank = 0; rank < 3; ++rank) {
     ASSERT_EQ(trace->of_rank(rank).size(), 4u);
     for (const TraceRecord& record : trace->of_rank(rank)) EXPECT_EQ(record.op, "all_to_all") << record.call;
   }
@@ -242,6 +246,7 @@ TEST(Context, documents_of_other_sizes_than_the_whole_sequences_are_refused) {
   Attention attention;
   const at::Tensor x = waves({2, 2, 4, 2}, 1);
   expect_error([&] { attention->forward(x, x, x, at::zeros({2, 4})); }, {"must be int64 2x4, got Float 2x4"});
+  static_assert(!std::is_constructible_v<AttentionSight, int> && !std::is_constructible_v<AttentionSight, int64_t>);
   expect_error([] { Attention attend(AttentionSight(true, -1)); }, {"a window of -1 keys"});
   expect_error([] { Attention attend(AttentionSight(false, 3)); }, {"a window of 3 keys", "only causal attention"});
 }
@@ -261,14 +266,8 @@ TEST(Context, documents_behind_one_another_are_as_if_each_were_alone) {
 }
 
 TEST(Context, the_ring_sends_each_ranks_keys_around_and_gathers_nothing) {
-  constexpr int64_t kLength = 12, kRanks = 3;
-  auto trace = std::make_shared<Trace>();
-  run_threads(kRanks, [&](std::shared_ptr<Comm> comm) {
-    const auto recorded = traced(comm, trace);
-    const DimCut cut = context_cut(ContextSplit::balanced, kLength, kRanks);
-    const at::Tensor q = waves({1, 4, 4, 2}, comm->rank() + 1).set_requires_grad(true), k = waves({1, 2, 4, 2}, 2);
-    ring_attention(q, k, k, cut, true, {}, *recorded).sum().backward();
-  });
+  constexpr int64_t kRanks = 3;
+  const auto trace = trace_of(ring_attention, 4, 2);
   for (int64_t rank = 0; rank < kRanks; ++rank) {
     int64_t sent = 0, bytes = 0;
     for (const TraceRecord& record : trace->of_rank(rank)) {

@@ -195,6 +195,13 @@ Routes part(const Routes& routes, int64_t begin, int64_t tokens) {
 
 }  // namespace
 
+// The even share comes first, as in Megatron-LM: 1.1 times it is 11 here, and 1.1 times 100 is a bit more than 110 in doubles.
+TEST(Routers, the_room_of_an_expert_is_its_even_share_times_the_capacity_rounded_up) {
+  EXPECT_EQ(room_for({.experts = 10, .experts_per_token = 1, .capacity = 1.1}, 100), 11);
+  EXPECT_EQ(room_for({.experts = 3, .experts_per_token = 1, .capacity = 1}, 5), 2);
+  EXPECT_EQ(room_for({.experts = 8, .experts_per_token = 1, .capacity = 0.5}, 2), 1);
+}
+
 // Two of five, as 5 / 3 is rounded up. The second token weighs most, and the other three that chose expert 0 weigh the same.
 TEST(Routers, an_expert_keeps_of_a_sequence_what_weighs_most_and_of_equal_weights_the_first) {
   Bare router({.experts = 3, .experts_per_token = 1, .normalized = false, .capacity = 1});
@@ -274,6 +281,11 @@ TEST(Routers, a_capacity_where_sequences_are_cut_is_refused_on_every_rank) {
     ContextParallel context = context_parallel(model.ptr(), comms);
     const at::Tensor own = context.cut(at::arange(8).view({1, 8}), 1);
     expect_error([&] { call(model, own); }, {"experts", "capacity 1.5", "Leave out the capacity"});
+  });
+  on_mesh(Mesh({{"cp", 1}}), [](const std::shared_ptr<MeshComm>& comms) {  // which cuts none
+    Llama model(LlamaOptions{.vocab = 11, .router = {.experts = 4, .capacity = 1.5}, .expert_intermediate = 5});
+    ContextParallel context = context_parallel(model.ptr(), comms);
+    EXPECT_NO_THROW(call(model, context.cut(at::arange(8).view({1, 8}), 1)));
   });
 }
 
