@@ -36,14 +36,16 @@ at::Tensor expert(const at::Tensor& rows, const at::Tensor& gate_up, const at::T
 
 // The routes of sequences of `length` tokens, with -1 and no weight in the place of what is dropped.
 Routes without_dropped(const Llama& llama, const Routes& routes, int64_t length) {
-  const at::Tensor experts = routes.experts.contiguous(), weights = routes.weights.detach().to(at::kDouble).contiguous();
+  const at::Tensor experts = routes.experts.to(at::kCPU).contiguous(),
+                   weights = routes.weights.detach().to(at::kCPU, at::kDouble).contiguous();
   const auto* expert = experts.const_data_ptr<int64_t>();
   const auto* weight = weights.const_data_ptr<double>();
   const std::vector<bool> dropped =
       dropped_choices(llama, length, {expert, expert + experts.numel()}, {weight, weight + weights.numel()});
   at::Tensor is_out = at::zeros(experts.sizes(), at::kBool);
   std::ranges::copy(dropped, is_out.mutable_data_ptr<bool>());
-  return {experts.masked_fill(is_out, -1), routes.weights.masked_fill(is_out, 0)};
+  is_out = is_out.to(routes.experts.device());
+  return {routes.experts.masked_fill(is_out, -1), routes.weights.masked_fill(is_out, 0)};
 }
 
 // x [N, hidden]
