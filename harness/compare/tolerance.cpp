@@ -28,6 +28,12 @@ double distance(const Values& a, const Values& b) {
   return std::sqrt(sum);
 }
 
+double farthest_of(const Values& truth, const std::vector<Values>& references) {
+  double farthest = 0;
+  for (const Values& values : references) farthest = std::max(farthest, distance(truth, values));
+  return farthest;
+}
+
 // Of each element the rank that is farthest from the truth, and of those the farthest.
 struct Farthest {
   Values distances;
@@ -85,27 +91,31 @@ class Judge {
     return difference;
   }
 
-  FoundDifference tensor(const Judged& judged, const std::vector<HeldPiece>& pieces) {
-    const auto& [kind, name, whole, before, gradient, kind_size, gradients_size, references] = judged;
-    const Values truth = doubles(whole);
-    double reference = 0;
-    for (const Values& values : references) reference = std::max(reference, distance(truth, values));
-    const Farthest farthest(truth, pieces);
-    for (const HeldPiece& held : pieces) *compared_ += held.piece->run.size();
-    const double size = norm(truth);
-    double own = size_of(whole, before);
+  // How far off the tensor may be where all references are the truth.
+  double least_of(const Judged& judged) const {
+    const at::Tensor &before = judged.before, &gradient = judged.gradient;
+    double own = size_of(judged.whole, before);
     // A parameter without a gradient is frozen. It is judged by itself, however far others move.
     const bool is_frozen = before.defined() && !gradient.defined();
-    const bool is_nothing = floor_ > kSingleFloor && !is_frozen && own <= kNothing * kind_size;
-    if (is_nothing) own = kind_size;
-    const double spacing = spacing_of(gradient, is_nothing ? gradients_size : size_of(gradient, {}));
-    const double least = (floor_ + spacing) * own + (before.defined() ? kSingleFloor * size : 0);
+    const bool is_nothing = floor_ > kSingleFloor && !is_frozen && own <= kNothing * judged.kind_size;
+    if (is_nothing) own = judged.kind_size;
+    const double spacing = spacing_of(gradient, is_nothing ? judged.gradients_size : size_of(gradient, {}));
+    return (floor_ + spacing) * own + (before.defined() ? kSingleFloor * norm(doubles(judged.whole)) : 0);
+  }
+
+  FoundDifference tensor(const Judged& judged, const std::vector<HeldPiece>& pieces) {
+    const Values truth = doubles(judged.whole);
+    const double reference = farthest_of(truth, judged.references);
+    const Farthest farthest(truth, pieces);
+    for (const HeldPiece& held : pieces) *compared_ += held.piece->run.size();
+    const double size = norm(truth), least = least_of(judged);
     const std::string far = too_far(norm(farthest.distances), reference, least, size);
     if (far.empty()) return {};
     const auto at = static_cast<size_t>(farthest.element);
     return element_on(
-        farthest.held->rank, kind, name, index_of(farthest.element, whole),
-        fmt::format("truth {:.17g}, golden {:.9g}, sharded {:.9g}: {}", truth[at], references[0][at], farthest.value(), far));
+        farthest.held->rank, judged.kind, judged.name, index_of(farthest.element, judged.whole),
+        fmt::format("truth {:.17g}, golden {:.9g}, sharded {:.9g}: {}", truth[at], judged.references[0][at], farthest.value(),
+                    far));
   }
 
   // How much of a gradient of that size, and of what follows from it, the spacing of numbers around zero may be.
@@ -164,6 +174,14 @@ FoundDifference scalars(Judge& judge, const golden::StepTrace& truth, const Trac
   return {};
 }
 
+// `before` may be empty.
+double size_of_all(const golden::Named& tensors, const golden::Named& before) {
+  double size = 0;
+  for (size_t i = 0; i < tensors.size(); ++i)
+    size = std::hypot(size, Judge::size_of(tensors[i].second, before.empty() ? at::Tensor() : before[i].second));
+  return size;
+}
+
 // Undefined where the parameter has none.
 at::Tensor gradient_of(const golden::StepTrace& trace, const std::string& parameter) {
   for (const auto& [name, gradient] : trace.gradients)
@@ -184,39 +202,37 @@ FoundDifference first_beyond_tolerance(const Unsharded& unsharded, const std::ve
   for (size_t r = 0; r < references.size(); ++r)
     if (auto difference = tensor_kinds(*references[r], ranks, copies, reference_kinds[r])) return difference;
   std::vector<std::vector<HeldPiece>> sorted;
-  double gradients_size = 0;
-  for (const auto& [name, gradient] : truth.gradients)
-    gradients_size = std::hypot(gradients_size, Judge::size_of(gradient, {}));
+  const double gradients_size = size_of_all(truth.gradients, {});
   for (size_t k = 0; k < kinds.size(); ++k) {
     if (auto difference = sort_pieces(kinds[k], sorted)) return difference;
-    const auto start_of = [&, &before = before](size_t i) {
-      return kinds[k].name == "parameter" ? before[i].second : at::Tensor();
-    };
-    double kind_size = 0;
-    for (size_t i = 0; i < sorted.size(); ++i)
-      kind_size = std::hypot(kind_size, Judge::size_of(kinds[k].golden[i].second, start_of(i)));
+    const bool are_parameters = kinds[k].name == "parameter";
+    const double kind_size = size_of_all(kinds[k].golden, are_parameters ? before : golden::Named());
     for (size_t i = 0; i < sorted.size(); ++i) {
       const auto& [name, whole] = kinds[k].golden[i];
       std::vector<Values> of_references;
       for (const auto& trace_kinds : reference_kinds) of_references.push_back(doubles(trace_kinds[k].golden.at(i).second));
       const Judged judged{
-          kinds[k].name,           name, whole, start_of(i), gradient_of(truth, name), kind_size, gradients_size,
-          std::move(of_references)};
+          kinds[k].name, name, whole, are_parameters ? before[i].second : at::Tensor(), gradient_of(truth, name), kind_size,
+          gradients_size, std::move(of_references)};
       if (auto difference = judge.tensor(judged, sorted[i])) return difference;
     }
   }
   return {};
 }
 
-size_t best_known_parameter(const golden::StepTrace& truth, const Traces& references) {
+size_t best_known_parameter(const Unsharded& unsharded, at::ScalarType compute) {
+  const auto& [truth, before, references] = unsharded;
+  const Judge judge(compute, nullptr, nullptr);
+  const double gradients_size = size_of_all(truth.gradients, {}), kind_size = size_of_all(truth.parameters, before);
   size_t best = 0;
   double least = INFINITY;
   for (size_t i = 0; i < truth.parameters.size(); ++i) {
-    const Values values = doubles(truth.parameters[i].second);
-    double farthest = distance_floor(at::kFloat) * norm(values);
-    for (const golden::StepTrace* trace : references)
-      farthest = std::max(farthest, distance(values, doubles(trace->parameters[i].second)));
-    if (farthest / norm(values) < least) least = farthest / norm(values), best = i;
+    const auto& [name, whole] = truth.parameters[i];
+    Judged judged{"parameter", name, whole, before[i].second, gradient_of(truth, name), kind_size, gradients_size, {}};
+    for (const golden::StepTrace* trace : references) judged.references.push_back(doubles(trace->parameters[i].second));
+    const Values values = doubles(whole);
+    const double off = std::max(judge.least_of(judged), farthest_of(values, judged.references)) / norm(values);
+    if (off < least) least = off, best = i;
   }
   return best;
 }

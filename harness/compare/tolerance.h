@@ -48,7 +48,7 @@ struct Unsharded {
 FoundDifference first_beyond_tolerance(const Unsharded& unsharded, const std::vector<RankStep>& ranks, const Copies& copies,
                                        double* ratio_max, int64_t* compared);
 
-// The parameter of a step that float32 runs agree best on, relative to its norm: where a planted change has to be noticed.
-size_t best_known_parameter(const golden::StepTrace& truth, const std::vector<const golden::StepTrace*>& references);
+// The parameter of a step that may be off by the smallest part of its norm: where a planted change has to be noticed.
+size_t best_known_parameter(const Unsharded& unsharded, at::ScalarType compute);
 
 }  // namespace harness

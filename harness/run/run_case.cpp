@@ -91,7 +91,8 @@ class Reference {
   const std::string& best_known_parameter(size_t step) const {
     size_t index = 0;
     while (trace_[step].parameters[index].second.numel() == 0) ++index;
-    if (!truth_.empty()) index = harness::best_known_parameter(truth_[step], references(step));
+    if (!truth_.empty())
+      index = harness::best_known_parameter({truth_[step], before(step), references(step)}, copies_[step].compute);
     return trace_[step].parameters[index].first;
   }
 
