@@ -48,7 +48,8 @@ shardproof_test(NAME canonical_props LABEL parallel TORCH SOURCES nn/canonical/c
 shardproof_test(NAME context_props LABEL parallel TORCH CASES 200 SOURCES parallel/context/context_props.cpp
   kit/parallel_models.cpp)
 shardproof_test(NAME experts_props LABEL parallel TORCH SOURCES parallel/experts/experts_props.cpp
-  parallel/experts/router_props.cpp kit/parity_training.cpp kit/toy_modules.cpp)
+  parallel/experts/products_props.cpp parallel/experts/router_props.cpp parallel/experts/slices_props.cpp
+  kit/parity_training.cpp kit/toy_modules.cpp)
 shardproof_test(NAME dropout_props LABEL parallel TORCH SOURCES nn/dropout_props.cpp kit/parallel_models.cpp)
 shardproof_test(NAME transformers_props LABEL parallel TORCH LIBRARIES golden SOURCES models/transformers_props.cpp
   models/transformers_precision_props.cpp)

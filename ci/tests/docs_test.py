@@ -1,12 +1,15 @@
 """What the documents show is executed: each block marked `run`. Those that are marked `nightly` have docs_nightly_test.py.
 
 The blocks of one page run in their order and in one folder, which has links to what the tree has. So what they write does not
-lie in the tree, and a block may use what an earlier one of its page has written.
+lie in the tree, and a block may use what an earlier one of its page has written. Blocks of Python are forked from a process
+that has imported what all of them import, which takes longer than what they do.
 """
+import importlib
 import os
 import subprocess
 import sys
 import tempfile
+import traceback
 import unittest
 
 from scratch import CI
@@ -39,13 +42,54 @@ def linked_tree(folder):
     os.symlink(BUILD, os.path.join(folder, "build"))
 
 
+ENVIRONMENT = dict(os.environ, PYTHONPATH=os.path.join(BUILD, "python"), PYTHONDONTWRITEBYTECODE="1",
+                   OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+
+
+def run_python(text, folder, out):
+    """In the forked process, as `python -c` does it."""
+    os.chdir(folder)
+    for fd in (1, 2):
+        os.dup2(out.fileno(), fd)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.argv = ["-c"]
+    sys.path[0] = ""
+    main = type(sys)("__main__")
+    sys.modules["__main__"] = main
+    code = 0
+    try:
+        exec(compile(text, "<string>", "exec"), main.__dict__)  # pylint: disable=exec-used
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:  # pylint: disable=broad-except
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # pylint: disable=protected-access
+
+
+def forked(text, folder):
+    os.environ.update(ENVIRONMENT)
+    if os.path.join(BUILD, "python") not in sys.path:
+        sys.path.insert(1, os.path.join(BUILD, "python"))
+    for module in ("shardproof.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor.parallel", "torch._dynamo"):
+        importlib.import_module(module)
+    with tempfile.TemporaryFile("w+") as out:
+        child = os.fork()
+        if not child:
+            run_python(text, folder, out)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        out.seek(0)
+        return subprocess.CompletedProcess(["python"], code, out.read())
+
+
 def executed(block, folder):
     """What a block prints, and how it ends."""
-    environment = dict(os.environ, PYTHONPATH=os.path.join(BUILD, "python"), PYTHONDONTWRITEBYTECODE="1",
-                       OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-    command = {"sh": ["bash", "-euo", "pipefail", "-c", block.text], "python": [sys.executable, "-c", block.text]}
-    return subprocess.run(command[block.language], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if block.language == "python":
+        return forked(block.text, folder)
+    return subprocess.run(["bash", "-euo", "pipefail", "-c", block.text], cwd=folder, env=ENVIRONMENT,
+                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
 
 
 def expect_blocks_run(test, kind):

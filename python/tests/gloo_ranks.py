@@ -1,7 +1,6 @@
 """What each process does in test_process_groups.py: the program, its scenario, and its arguments."""
 
 import datetime
-import inspect
 import os
 import sys
 import warnings
@@ -37,16 +36,16 @@ def train():
 
 
 def programs(*names):
-    """Programs of FSDP2's users compute the same with either library."""
+    """These programs of FSDP2's users compute the same with either library."""
     import fsdp_kit
     import fsdp_models
     import fsdp_training
 
     warnings.simplefilter("ignore")
     for module in (fsdp_training, fsdp_models):
-        for name, program in list(vars(module).items()):
-            if inspect.isfunction(program) and program.__module__ == module.__name__ and (not names or name in names):
-                fsdp_kit.compare(program)
+        for name in names:
+            if hasattr(module, name):
+                fsdp_kit.compare(getattr(module, name))
 
 
 def rows():

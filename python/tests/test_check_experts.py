@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 
 import shardproof.check as check
-from shardproof.check import Sharded, models
+from shardproof.check import Counterexample, Sharded, models
 from shardproof.check.engines import ENGINES, fsdp2_ep
 from shardproof.check.plan import Subject, draw_plan
 from shardproof.check.script import script_of
@@ -48,16 +48,17 @@ def test_ep_is_no_option_and_no_axis_besides():
         replace(EXPERTS, ep=(0, 2))
 
 
+# Of 2,000 seeds the two below draw the most values, and pairs of them, in so few cases: as many as 40 and 60 cases of seed 11.
 def test_experts_of_fsdp2_hold():
-    report = check(EXPERTS, cases=40, seed=11)
-    assert report.ok and report.held + sum(report.known.values()) == 40, str(report)
-    assert report.held >= 35 and report.controls >= 80 and report.blind == 0 and report.farthest < 8
+    report = check(EXPERTS, cases=16, seed=1423)
+    assert report.ok and report.held + sum(report.known.values()) == 16, str(report)
+    assert report.held >= 14 and report.controls >= 32 and report.blind == 0 and report.farthest < 8
 
 
 def test_experts_of_this_library_hold():
-    report = check(ENGINES["shardproof-ep"], cases=60, seed=11, ranks="processes")
-    assert report.ok and report.held == 60, str(report)
-    assert report.controls >= 80 and report.blind == 0 and report.farthest < 8
+    report = check(ENGINES["shardproof-ep"], cases=24, seed=551, ranks="processes")
+    assert report.ok and report.held == 24, str(report)
+    assert report.controls >= 32 and report.blind == 0 and report.farthest < 8
 
 
 def run(text: str, folder) -> subprocess.CompletedProcess:
@@ -95,8 +96,10 @@ def test_the_script_of_a_case_in_which_each_segment_has_another_ep_ends_with_0(t
     assert verdict.kind == "held", verdict.message
     ended = run(script_of(EXPERTS, verdict), tmp_path)
     assert ended.returncode == 0 and "agrees with the plain one" in ended.stdout, ended.stdout + ended.stderr
-    # The source of such an engine imports from its package, which a script has not.
+    # The source of such an engine imports from its package, which a script has not, and the report says so.
     assert script_of(ENGINES["shardproof-ep"], verdict) == ""
+    assert "no script: the source of a function" in str(Counterexample(verdict, verdict.line, 3, 3, "processes"))
+    assert "no script" not in str(Counterexample(verdict, verdict.line, 3, 3, "processes", "print()"))
 
 
 def by_hand(mistake: bool):
@@ -122,7 +125,8 @@ def by_hand(mistake: bool):
 @pytest.mark.parametrize("mistake", [False, True])
 def test_an_engine_of_the_users_own_gets_ep_where_its_check_says_so(mistake):
     given = (models.make_expert_model, models.make_expert_batch, models.loss)
-    report = check(by_hand(mistake), *given, ep=(1, 2), cases=30, seed=1, stop_after=1, load=False, no_sync=False)
+    settings = {"cases": 30 if mistake else 12, "seed": 1, "stop_after": 1, "load": False, "no_sync": False}
+    report = check(by_hand(mistake), *given, ep=(1, 2), **settings)
     assert report.ok != mistake, str(report)
     if mistake:
         assert "gradient of blocks.0.experts.up" in report.failures[0].verdict.message

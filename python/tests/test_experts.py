@@ -131,6 +131,43 @@ def test_experts_that_ranks_share_train_as_the_whole_model_does(kind, strategy, 
             assert torch.allclose(parameters[name], value, rtol=1e-3, atol=2e-4), name
 
 
+@pytest.mark.parametrize("sharing", [1, 2])
+def test_experts_that_are_cut_inside_train_as_the_whole_model_does(sharing):
+    torch.manual_seed(3)
+    build, pattern = MODELS["mixtral"]
+    model = build().train()
+    norms, expected = plain(model, 2, 3)
+
+    def body(comm):
+        own = copy.deepcopy(model)
+        comms = shardproof.MeshComm(comm, "dp_shard=2,tp=2")
+        shardproof.parallelize(own, comms, plan={pattern: ExpertParallel(sharing, cut_inside=True)})
+        slices = [parameter for name, parameter in own.named_parameters() if name.endswith("experts.down_proj")]
+        assert {parameter.shape[1:] for parameter in slices} == {(8, 4)}
+        sharded = shardproof.fully_shard(own, comms, strategy="zero3")
+        optimizer = shardproof.adamw(sharded, lr=0.01, weight_decay=0.01)
+        found = []
+        for step in range(3):
+            loss_of(own, tokens_of(comms.rank // 2, step)).backward()
+            found.append(sharded.clip_gradients(0.5))
+            optimizer.step()
+        return found, sharded.gather()
+
+    for found, parameters in shardproof.run_threads(4, body):
+        assert found == pytest.approx(norms, rel=1e-4)
+        for name, value in expected.items():
+            assert torch.allclose(parameters[name], value, rtol=1e-3, atol=2e-4), name
+
+
+def test_a_module_whose_experts_cannot_be_cut_inside_is_refused_by_name():
+    def body(comm):
+        comms = shardproof.MeshComm(comm, "dp_shard=1,tp=2")
+        with pytest.raises(shardproof.Error, match="gate_up_proj.*'experts' has weight"):
+            shardproof.parallelize(Own(), comms, plan={"experts": ExpertParallel(cut_inside=True)})
+
+    shardproof.run_threads(2, body)
+
+
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()

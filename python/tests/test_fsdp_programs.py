@@ -1,5 +1,6 @@
 """Programs of FSDP2's users (fsdp_training.py, fsdp_models.py) compute the same with this library, in a process group."""
 
+import inspect
 import os
 import sys
 
@@ -8,16 +9,30 @@ import pytest
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.join(HERE, os.pardir, os.pardir, "ci", "tests"))
 
+import fsdp_models  # noqa: E402
+import fsdp_training  # noqa: E402
 import shardproof.check as check  # noqa: E402
 from peer_ranks import run_ranks  # noqa: E402
 from shardproof.check.engines import ENGINES  # noqa: E402
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_programs_of_fsdp2_compute_the_same_after_a_change_of_the_import(ranks):
-    run_ranks(os.path.join(HERE, "gloo_ranks.py"), ranks, ["programs"])
+PROGRAMS = [
+    name
+    for module in (fsdp_training, fsdp_models)
+    for name, program in vars(module).items()
+    if inspect.isfunction(program) and program.__module__ == module.__name__
+]
+# Three ranks have parts of different lengths. Compilers take most of the time, and see whole parameters however many ranks
+# there are; tensor parallelism needs an even number.
+ON_TWO = ["compiled_blocks", "blocks_that_are_compiled_after_wrapping", "tensor_parallelism_of_pytorch", "replicas_of_shards"]
+
+
+@pytest.mark.parametrize("ranks, names", [(2, ON_TWO), (3, [name for name in PROGRAMS if name not in ON_TWO[:2]])])
+def test_programs_of_fsdp2_compute_the_same_after_a_change_of_the_import(ranks, names):
+    assert set(names) <= set(PROGRAMS)
+    run_ranks(os.path.join(HERE, "gloo_ranks.py"), ranks, ["programs", *names])
 
 
 def test_drawn_models_histories_and_checkpoints_hold():
-    report = check(ENGINES["shardproof-fsdp"], cases=12, seed=5, ranks="processes")
-    assert report.ok and report.held >= 11 and report.blind == 0, str(report)
+    report = check(ENGINES["shardproof-fsdp"], cases=8, seed=5, ranks="processes")
+    assert report.ok and report.held >= 7 and report.blind == 0, str(report)

@@ -1,26 +1,33 @@
 """A script in the manner of nanoGPT, before and after its move from FSDP2: one line is another."""
 
-import json
-import os
-import sys
-
 import pytest
+from several_programs import run_programs
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.join(HERE, os.pardir, os.pardir, "ci", "tests"))
-from peer_ranks import run_ranks  # noqa: E402
-
-
-def run(*arguments):
-    program = os.path.join(HERE, "nanogpt_program.py")
-    return json.loads(run_ranks(program, 2, [str(each) for each in arguments])[0].splitlines()[-1])
+PROGRAM, MODULES = "nanogpt_program.py", ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"]
 
 
-@pytest.mark.parametrize("precision, again, saved", [("fp32", "theirs", "ours"), ("bf16", "ours", "theirs")])
-def test_a_nanogpt_has_fsdp2s_losses_and_norms_and_resumes_from_what_the_other_saved(precision, again, saved, tmp_path):
-    folders = {name: tmp_path / name for name in ("theirs", "ours", "more")}
-    for folder in folders.values():
-        folder.mkdir()
-    expected = run("theirs", precision, folders["theirs"], "")
-    assert run("ours", precision, folders["ours"], "") == expected
-    assert run(again, precision, folders["more"], folders[saved]) == expected[3:]
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """Of each precision: what either library says, and what one says that goes on from what the other has saved."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+
+    def made(name):
+        (folder / name).mkdir()
+        return folder / name
+
+    def program(precision, name, loaded=""):
+        return [PROGRAM, precision, made(f"{name}-{precision}"), folder / f"{loaded}-{precision}" if loaded else ""]
+
+    theirs = run_programs("theirs", MODULES, program("fp32", "theirs"), program("bf16", "theirs"))
+    *ours, bf16 = run_programs(
+        "ours", MODULES, program("fp32", "ours"), program("bf16", "ours"), program("bf16", "more", "theirs")
+    )
+    (fp32,) = run_programs("theirs", MODULES, program("fp32", "more", "ours"))
+    return dict(zip(("fp32", "bf16"), zip(theirs, ours, (fp32, bf16))))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_nanogpt_has_fsdp2s_losses_and_norms_and_resumes_from_what_the_other_saved(precision, said):
+    theirs, ours, more = said[precision]
+    assert ours == theirs
+    assert more == theirs[3:]

@@ -100,19 +100,35 @@ def small(transformers, family):
         return transformers.Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=True)
     if family == "mixtral":
         return transformers.MixtralConfig(**{**sizes, "intermediate_size": 8}, num_local_experts=11)
+    experts = dict(n_routed_experts=12, num_experts_per_tok=2, moe_intermediate_size=8, n_shared_experts=1, n_group=2)
+    if family == "dots1":
+        return transformers.Dots1Config(**sizes, **experts)
+    if family == "glm4_moe":
+        return transformers.Glm4MoeConfig(**sizes, **experts, head_dim=8)
+    if family == "deepseek_v3":
+        sizes["num_key_value_heads"] = 2
+        latents = dict(kv_lora_rank=6, q_lora_rank=None, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+        return transformers.DeepseekV3Config(**sizes, **experts, **latents, topk_group=1, first_k_dense_replace=1)
     if family == "qwen3_moe":
         return transformers.Qwen3MoeConfig(**sizes, moe_intermediate_size=8, num_experts=11, num_experts_per_tok=2)
     kinds = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config"}
     return getattr(transformers, kinds[family])(**sizes)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"])
+def biases_of(model):
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+
+
+BIASED = ["dots1", "glm4_moe", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", *BIASED])
 def test_a_model_of_transformers_goes_out_and_from_pretrained_opens_it(tmp_path, family):
     transformers = pytest.importorskip("transformers")
     config = small(transformers, family)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in [*model.parameters(), *biases_of(model).values()]:
             parameter.normal_()
     folder = str(tmp_path / "out")
 
@@ -125,6 +141,7 @@ def test_a_model_of_transformers_goes_out_and_from_pretrained_opens_it(tmp_path,
     again, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert_same_bits(whole(again), whole(model))
+    assert_same_bits(biases_of(again), biases_of(model))
     tokens = torch.arange(16).reshape(2, 8) % 13
     assert torch.equal(again.eval()(tokens).logits, model(tokens).logits)
 
@@ -138,12 +155,12 @@ def test_a_model_of_transformers_goes_out_and_from_pretrained_opens_it(tmp_path,
         assert_same_bits({name: values[name] for name in whole(model)}, whole(model))
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", *BIASED])
 def test_experts_of_hub_files_come_into_a_model_of_transformers(tmp_path, family):
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_config(small(transformers, family)).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in [*model.parameters(), *biases_of(model).values()]:
             parameter.normal_()
     model.save_pretrained(str(tmp_path / "hub"))
 
@@ -162,6 +179,7 @@ def test_experts_of_hub_files_come_into_a_model_of_transformers(tmp_path, family
     again, info = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "back"), output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert_same_bits(whole(again), whole(model))
+    assert_same_bits(biases_of(again), biases_of(model))
 
 
 def test_weights_are_rounded_to_a_dtype(tmp_path):

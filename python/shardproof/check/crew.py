@@ -6,6 +6,7 @@ They live from case to case. One that crashes or hangs is killed, and the next c
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -20,6 +21,8 @@ from .case import Trial
 from .verdict import Failure, Verdict, failure_of
 
 fork = multiprocessing.get_context("fork")
+# What an optimizer and a checkpoint import when they are first used. A process that is forked before takes a second for it.
+AHEAD = ("torch._dynamo", "torch.distributed.checkpoint.state_dict")
 _forking = threading.Lock()
 
 
@@ -36,6 +39,8 @@ class Worker:
     """A forked process that answers messages. Functions need no pickling, as the process is a copy of this one."""
 
     def __init__(self, serve) -> None:
+        for module in AHEAD:
+            importlib.import_module(module)
         handle, self.stacks = tempfile.mkstemp(prefix="shardproof-stacks-")
         os.close(handle)
         with _forking:
