@@ -41,6 +41,27 @@ double sigmoid_backward(double x, double dy) {
   return softmax_backward(softmax({x, 0}), {dy, 0})[0];
 }
 
+double log_of_sum(const std::vector<double>& x) {
+  const double most = *std::ranges::max_element(x);
+  double divisor = 0;
+  for (const double value : x) divisor += exp(value - most);
+  return log(divisor) + most;
+}
+
+// Each over their sum.
+struct Shares {
+  double divisor;
+  std::vector<double> values;
+  explicit Shares(const std::vector<double>& x) : divisor(sum(x) + 1e-20), values(x) {
+    for (double& value : values) value /= divisor;
+  }
+};
+
+std::vector<double> sigmoids(std::vector<double> x) {
+  std::ranges::transform(x, x.begin(), sigmoid);
+  return x;
+}
+
 // Places by falling score; of equal ones the first place comes first.
 std::vector<int64_t> by_score(const std::vector<double>& scores) {
   std::vector<int64_t> places(scores.size());
@@ -109,6 +130,8 @@ Mixture::Mixture(const Llama& llama, Store& store, const std::string& prefix)
 
 std::vector<int64_t> Mixture::chosen(std::vector<double> scores) const {
   const int64_t groups = llama_.expert_groups, each = llama_.experts / groups;
+  if (llama_.has_bias())
+    for (size_t e = 0; e < scores.size(); ++e) scores[e] += store_[name_ + "gate.e_score_correction_bias"].values[e];
   if (groups > 1) {
     std::vector<double> strength;
     for (int64_t g = 0; g < groups; ++g) {
@@ -168,6 +191,56 @@ std::vector<double> Mixture::route_backward(const Route& route, std::vector<doub
   return whole;
 }
 
+void Mixture::add_losses(int64_t length) {
+  const auto tokens = static_cast<int64_t>(routes_.size());
+  const std::string name = name_ + "gate.e_score_correction_bias";
+  Matrix counts(tokens / length, llama_.experts), all(1, llama_.experts);
+  for (int64_t t = 0; t < tokens; ++t)
+    for (const int64_t e : routes_[size_t(t)].experts) counts.at(t / length, e) += 1, all.at(0, e) += 1;
+  store_.routers.counts[name] = at::tensor(all.values, at::kDouble);
+  if (!store_.routers.training) return;
+  const auto each = static_cast<double>(llama_.experts_per_token);
+  const double factor = llama_.expert_balance * static_cast<double>(llama_.experts) / each;
+  Sum balance, z;
+  for (int64_t t = 0; t < tokens; ++t) {
+    const std::vector<double>& logits = routes_[size_t(t)].logits;
+    std::vector<double> busy = store_.routers.of_step ? matrix(store_.routers.of_step->at(name)).values
+                                                      : rows_of(counts, t / length, 1).values;
+    const double seen = sum(busy) / each;
+    for (double& value : busy) value = value / seen * factor;
+    const bool sigmoid = llama_.score == Llama::Score::sigmoid;
+    balance.add(along(busy, sigmoid ? Shares(sigmoids(logits)).values : exact::softmax(logits)));
+    z.add(log_of_sum(logits) * log_of_sum(logits) * llama_.expert_z);
+    busy_.push_back(busy);
+  }
+  if (llama_.expert_balance != 0) store_.routers.loss += balance.value();
+  if (llama_.expert_z != 0) store_.routers.loss += z.value();
+}
+
+// The gradient of the token's logits, rounded.
+std::vector<double> Mixture::losses_backward(size_t token) const {
+  const std::vector<double>& logits = routes_[token].logits;
+  std::vector<double> d(logits.size(), 0);
+  if (!store_.routers.training) return d;
+  if (llama_.expert_balance != 0) {
+    for (size_t e = 0; e < d.size(); ++e) d[e] = store_.routers.weight * busy_[token][e];
+    if (llama_.score == Llama::Score::sigmoid) {
+      const Shares shares(sigmoids(logits));
+      const double mean = along(d, shares.values);
+      for (size_t e = 0; e < d.size(); ++e) d[e] = sigmoid_backward(logits[e], (d[e] - mean) / shares.divisor);
+    } else {
+      d = softmax_backward(exact::softmax(logits), d);
+    }
+  }
+  if (llama_.expert_z != 0) {
+    const double d_log = store_.routers.weight * llama_.expert_z * (2 * log_of_sum(logits));
+    const std::vector<double> shares = exact::softmax(logits);
+    for (size_t e = 0; e < d.size(); ++e) d[e] += shares[e] * d_log;
+  }
+  for (double& value : d) value = rounded(value);
+  return d;
+}
+
 std::vector<bool> Mixture::dropped(int64_t length) const {
   std::vector<int64_t> experts;
   std::vector<double> weights;
@@ -184,6 +257,7 @@ Matrix Mixture::forward(const Matrix& x, int64_t length) {
   const int64_t each = llama_.experts_per_token, width = llama_.expert_width;
   const Matrix logits = store_.linear(name_ + "gate", x);
   for (int64_t t = 0; t < x.rows; ++t) routes_.push_back(route(rows_of(logits, t, 1).values));
+  add_losses(length);
   const std::vector<bool> dropped = this->dropped(length);
   outputs_ = Matrix(x.rows * each, x.columns);
   for (int64_t e = 0; e < llama_.experts; ++e) {
@@ -219,8 +293,8 @@ Matrix Mixture::backward(const Matrix& dy) {
         d_outputs.at(t * each + j, h) = rounded(dy.at(t, h) * routes_[size_t(t)].weights[size_t(j)]);
         d_weights[size_t(j)] += rounded(dy.at(t, h) * outputs_.at(t * each + j, h));
       }
-    const std::vector<double> of_token = route_backward(routes_[size_t(t)], d_weights);
-    std::ranges::copy(of_token, d_logits.values.begin() + t * llama_.experts);
+    const std::vector<double> of_route = route_backward(routes_[size_t(t)], d_weights), of_losses = losses_backward(size_t(t));
+    std::ranges::transform(of_route, of_losses, d_logits.values.begin() + t * llama_.experts, std::plus());
   }
   const Matrix &gate_up = store_[name_ + "experts.gate_up_proj"], &down = store_[name_ + "experts.down_proj"];
   Matrix d_gate_up(gate_up.rows, gate_up.columns), d_down(down.rows, down.columns);

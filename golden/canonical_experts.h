@@ -45,6 +45,8 @@ class Mixture {
   std::vector<int64_t> chosen(std::vector<double> scores) const;
   Route route(std::vector<double> logits) const;
   std::vector<double> route_backward(const Route& route, std::vector<double> d) const;
+  void add_losses(int64_t length);  // of routes_
+  std::vector<double> losses_backward(size_t token) const;
   std::vector<bool> dropped(int64_t length) const;  // of routes_
 
   const Llama& llama_;
@@ -53,6 +55,7 @@ class Mixture {
   GatedMlp shared_;
   Matrix x_, outputs_;
   std::vector<Route> routes_;
+  std::vector<std::vector<double>> busy_;  // f of each token's sequence
   std::vector<Expert> experts_;
 };
 

@@ -123,8 +123,10 @@ double gpt_pass(const Gpt& gpt, Store& store, const Microbatch& data) {
 
 }  // namespace
 
-CanonicalPass canonical_pass(const Model& model, const Named& parameters, const Microbatch& microbatch) {
+CanonicalPass canonical_pass(const Model& model, const Parameters& parameters, const Microbatch& microbatch, bool training,
+                             Counts* counts, const Counts* of_step) {
   Store store(parameters, model, microbatch.dropout_seed);
+  store.routers = {.training = training, .weight = microbatch.weight, .of_step = of_step};
   double loss = 0;
   switch (model.kind) {
     case Model::Kind::mlp:
@@ -139,6 +141,8 @@ CanonicalPass canonical_pass(const Model& model, const Named& parameters, const 
     default:
       throw std::invalid_argument("golden: canonical arithmetic is of an mlp, a gpt or a llama");
   }
+  for (const auto& [name, own] : store.routers.counts)
+    if (counts) (*counts)[name] = counts->contains(name) ? counts->at(name) + own : own;
   return {loss, store.gradients()};
 }
 

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "golden/golden.h"
+#include "golden/models.h"
 
 namespace golden {
 
@@ -17,8 +18,9 @@ struct CanonicalPass {
   std::map<std::string, at::Tensor> gradients;  // of every parameter, float64
 };
 
-// Parameters in any floating dtype.
-CanonicalPass canonical_pass(const Model& model, const Named& parameters, const Microbatch& microbatch);
+// Parameters, and a rank's own buffers, in any floating dtype. The rest as in `loss` (models.h).
+CanonicalPass canonical_pass(const Model& model, const Parameters& parameters, const Microbatch& microbatch,
+                             bool training = true, Counts* counts = nullptr, const Counts* of_step = nullptr);
 
 // The loss; gradients are added to the store.
 double canonical_llama_pass(const Llama& llama, exact::Store& store, const Microbatch& data);

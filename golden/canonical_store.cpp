@@ -34,14 +34,14 @@ void append(Matrix& whole, const Matrix& rows) {
 }  // namespace
 
 Matrix matrix(const at::Tensor& tensor) {
-  const at::Tensor values = tensor.to(at::kDouble).contiguous();
+  const at::Tensor values = tensor.to(at::kCPU, at::kDouble).contiguous();
   const int64_t columns = values.dim() > 0 ? values.size(-1) : 1;
   Matrix m(columns > 0 ? values.numel() / columns : 0, columns);
   std::copy_n(values.const_data_ptr<double>(), values.numel(), m.values.begin());
   return m;
 }
 
-Store::Store(const Named& parameters, const Model& model, uint64_t dropout_seed)
+Store::Store(const Parameters& parameters, const Model& model, uint64_t dropout_seed)
     : dropout(dropout_seed, model.dropout()), rms_eps_(model.llama.eps), adapters_(model.adapters) {
   for (const auto& [name, value] : parameters) parameters_[name] = matrix(value), sizes_[name] = value.sizes().vec();
 }
@@ -96,11 +96,11 @@ Matrix Store::layer_norm(const std::string& name, const Matrix& x) const {
 Matrix Store::layer_norm_backward(const std::string& name, const Matrix& x, const Matrix& dy) {
   return keep(name, exact::layer_norm_backward(x, parameters_.at(name + ".weight"), dy, kLayerNormEps));
 }
-Matrix Store::rms_norm(const std::string& name, const Matrix& x) const {
-  return exact::rms_norm(x, parameters_.at(name + ".weight"), rms_eps_);
+Matrix Store::rms_norm(const std::string& name, const Matrix& x, std::optional<double> eps) const {
+  return exact::rms_norm(x, parameters_.at(name + ".weight"), eps.value_or(rms_eps_));
 }
-Matrix Store::rms_norm_backward(const std::string& name, const Matrix& x, const Matrix& dy) {
-  return keep(name, exact::rms_norm_backward(x, parameters_.at(name + ".weight"), dy, rms_eps_));
+Matrix Store::rms_norm_backward(const std::string& name, const Matrix& x, const Matrix& dy, std::optional<double> eps) {
+  return keep(name, exact::rms_norm_backward(x, parameters_.at(name + ".weight"), dy, eps.value_or(rms_eps_)));
 }
 
 void Store::embedding_backward(const std::string& name, const std::vector<int64_t>& rows, const Matrix& dy) {
@@ -156,7 +156,7 @@ AttentionGradients BatchAttention::backward(const Matrix& dy) const {
 namespace {
 
 // The loss, and its weighted gradient in place of the logits.
-double token_loss(Matrix& logits, const std::vector<int64_t>& targets, double weight) {
+double token_loss(Matrix& logits, const std::vector<int64_t>& targets, double weight, double of_routers) {
   Sum loss;
   for (int64_t i = 0; i < logits.rows; ++i) {
     const int64_t target = targets[static_cast<size_t>(i)];
@@ -169,14 +169,14 @@ double token_loss(Matrix& logits, const std::vector<int64_t>& targets, double we
     for (int64_t j = 0; j < logits.columns; ++j)
       logits.at(i, j) = rounded(weight * (exp(logits.at(i, j) - most) / sum - (j == target ? 1 : 0)));
   }
-  return loss.value() * weight;
+  return (loss.value() + of_routers) * weight;
 }
 
 }  // namespace
 
 Matrix head_pass(const std::string& tied, Store& store, const Matrix& x, const Tokens& tokens, double weight, double& loss) {
   Matrix logits = tied.empty() ? store.linear("lm_head", x) : exact::linear(x, store[tied], {});
-  loss = token_loss(logits, tokens.targets, weight);
+  loss = token_loss(logits, tokens.targets, weight, store.routers.loss);
   if (tied.empty()) return store.linear_backward("lm_head", x, logits);
   const LinearGradients g = exact::linear_backward(x, store[tied], logits);
   store.add(tied, g.weight);

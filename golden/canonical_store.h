@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -11,6 +12,7 @@
 #include "golden/canonical_math.h"
 #include "golden/dropout.h"
 #include "golden/golden.h"
+#include "golden/models.h"
 
 namespace golden::exact {
 
@@ -18,10 +20,19 @@ constexpr double kLayerNormEps = 1e-5;
 
 Matrix matrix(const at::Tensor& tensor);
 
+// What a forward needs and leaves of the model's routers; see Forward.
+struct Routers {
+  bool training = true;
+  double weight = 1;  // of the model's loss
+  const Counts* of_step = nullptr;
+  double loss = 0;
+  Counts counts = {};
+};
+
 // Parameters and the gradients that were found, by name.
 class Store {
  public:
-  Store(const Named& parameters, const Model& model, uint64_t dropout_seed);
+  Store(const Parameters& parameters, const Model& model, uint64_t dropout_seed);
   bool has(const std::string& name) const { return parameters_.contains(name); }
   const Matrix& operator[](const std::string& name) const { return parameters_.at(name); }
   void add(const std::string& name, const Matrix& gradient);
@@ -33,12 +44,13 @@ class Store {
   Matrix linear_backward(const std::string& name, const Matrix& x, const Matrix& dy);
   Matrix layer_norm(const std::string& name, const Matrix& x) const;
   Matrix layer_norm_backward(const std::string& name, const Matrix& x, const Matrix& dy);
-  Matrix rms_norm(const std::string& name, const Matrix& x) const;
-  Matrix rms_norm_backward(const std::string& name, const Matrix& x, const Matrix& dy);
+  Matrix rms_norm(const std::string& name, const Matrix& x, std::optional<double> eps = {}) const;  // nothing: the model's
+  Matrix rms_norm_backward(const std::string& name, const Matrix& x, const Matrix& dy, std::optional<double> eps = {});
   // Of rows that were looked up in an embedding.
   void embedding_backward(const std::string& name, const std::vector<int64_t>& rows, const Matrix& dy);
 
   Dropout dropout;  // of the model, and of the adapters
+  Routers routers;
 
  private:
   Matrix keep(const std::string& name, const LinearGradients& g);

@@ -20,9 +20,14 @@ struct EngineRun {
 // Replicas that hold the same bits are listed on the first of their ranks only; `skipped` and `loss_scale` are not set.
 using EngineTrace = std::vector<std::vector<StepTrace>>;
 
+struct EngineFacts {
+  std::string why_not;    // why the engine cannot run here, in a sentence; empty if it can
+  bool takes_ep = false;  // whether it is told how many ranks share the experts of a layer
+};
+
 // Both throw EnvironmentError when Python cannot be loaded, std::runtime_error with the engine's words when it fails: ranks
-// raise, hang or die. `why_not_engine`: why that engine cannot run here, in a sentence; empty if it can.
-std::string why_not_engine(const std::string& package, const std::string& engine);
+// raise, hang or die.
+EngineFacts facts_of_engine(const std::string& package, const std::string& engine);
 EngineTrace train_in_engine(const EngineRun& run);
 
 }  // namespace golden

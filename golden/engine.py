@@ -47,9 +47,9 @@ def _ask(package, oracle, message):
     return server.ask(message)
 
 
-def why_not(package, oracle, engine):
-    """Why the engine cannot run here; empty if it can."""
-    return _ask(package, oracle, ("why_not", engine))
+def facts(package, oracle, engine):
+    """Why the engine cannot run here, or "", and whether it takes `ep`."""
+    return _ask(package, oracle, ("facts", engine))
 
 
 def train(package, oracle, setup, kind, model_options, parameters, optimizer_options, steps):

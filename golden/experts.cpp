@@ -63,20 +63,24 @@ at::Tensor of_experts(const Forward& forward, const std::string& prefix, const a
   return (outputs.view({tokens, each, hidden}) * routes.weights.unsqueeze(-1)).sum(1);
 }
 
-// Of logits [B, T, experts], float32 or float64.
-void add_losses(const Llama& llama, Forward& forward, const at::Tensor& logits, const at::Tensor& experts) {
-  const int64_t batch = logits.size(0), length = logits.size(1);
+// Of logits [B, T, experts], float32 or float64. `of_step`: counts of the step, for a balance over it.
+void add_losses(const Llama& llama, Forward& forward, const at::Tensor& logits, const at::Tensor& experts,
+                const at::Tensor& of_step) {
+  const int64_t batch = logits.size(0);
+  const auto each = static_cast<double>(llama.experts_per_token);
   at::Tensor& sum = forward.auxiliary;
   const auto add = [&sum](const at::Tensor& loss) { sum = sum.defined() ? sum + loss : loss; };
   if (llama.expert_balance != 0) {
     at::Tensor p = llama.score == Llama::Score::sigmoid ? at::sigmoid(logits) : at::softmax(logits, -1);
     if (llama.score == Llama::Score::sigmoid) p = p / (p.sum(-1, /*keepdim=*/true) + 1e-20);
-    const at::Tensor counts = at::one_hot(experts.reshape({batch, length * llama.experts_per_token}), llama.experts).sum(1);
-    const double factor =
-        llama.expert_balance * static_cast<double>(llama.experts) / static_cast<double>(llama.experts_per_token * length);
-    add((p * (counts.to(logits.scalar_type()) * factor).unsqueeze(1)).sum());
+    const at::Tensor counts = of_step.defined()
+                                  ? of_step.view({1, llama.experts})
+                                  : at::one_hot(experts.reshape({batch, -1}), llama.experts).sum(1).to(at::kDouble);
+    const at::Tensor tokens = counts.sum(1, /*keepdim=*/true) / each;
+    const at::Tensor f = counts / tokens * (llama.expert_balance * static_cast<double>(llama.experts) / each);
+    add((p * f.to(logits.scalar_type()).unsqueeze(1)).sum());
   }
-  if (llama.expert_z != 0) add(at::logsumexp(logits, {-1}).square().sum() * llama.expert_z);
+  if (llama.expert_z != 0) add((at::logsumexp(logits, {-1}).square() * llama.expert_z).sum());
 }
 
 }  // namespace
@@ -89,6 +93,11 @@ at::Tensor gated_mlp(Forward& forward, const std::string& prefix, const at::Tens
 
 bool has_experts(const Llama& llama, int64_t layer) {
   return llama.experts > 0 && layer >= llama.dense_layers;
+}
+
+at::Tensor initial_bias(const Llama& llama) {
+  if (llama.expert_lean == 0) return at::zeros({llama.experts});  // and not -0
+  return (llama.expert_lean * (at::arange(llama.experts, at::kDouble).remainder(3) - 1)).to(at::kFloat);
 }
 
 Routes routes_of(const Llama& llama, const at::Tensor& logits, const at::Tensor& bias) {
@@ -136,10 +145,11 @@ at::Tensor mixture(const Llama& llama, Forward& forward, const std::string& pref
   const bool has_losses = forward.training && (llama.expert_balance != 0 || llama.expert_z != 0);
   const at::Tensor logits = forward.linear(routed, prefix + "gate"), judged = has_losses ? logits.view_as(logits) : logits;
   Routes routes = routes_of(llama, wide(judged.reshape({-1, llama.experts})),
-                            llama.expert_bias != 0 ? forward.parameters.at(bias) : at::Tensor());
-  if (has_losses) add_losses(llama, forward, wide(logits.view_as(logits)), routes.experts);
-  if (llama.expert_bias != 0)
-    forward.counts[bias] = at::one_hot(routes.experts.reshape({-1}), llama.experts).sum(0).to(at::kDouble);
+                            llama.has_bias() ? forward.parameters.at(bias) : at::Tensor());
+  forward.counts[bias] = at::one_hot(routes.experts.reshape({-1}), llama.experts).sum(0).to(at::kDouble);
+  if (has_losses)
+    add_losses(llama, forward, wide(logits.view_as(logits)), routes.experts,
+               forward.of_step ? forward.of_step->at(bias) : at::Tensor());
   if (llama.expert_capacity != 0) routes = without_dropped(llama, routes, x.size(1));
   routes.weights = routes.weights.to(x.scalar_type());
   const at::Tensor y = of_experts(forward, prefix + "experts.", routed.reshape({-1, x.size(-1)}), routes).view(x.sizes());

@@ -13,6 +13,8 @@ namespace golden {
 at::Tensor gated_mlp(Forward& forward, const std::string& prefix, const at::Tensor& x);
 
 bool has_experts(const Llama& llama, int64_t layer);
+// With which "e_score_correction_bias" begins: float32.
+at::Tensor initial_bias(const Llama& llama);
 
 // Of tokens, both [N, experts_per_token]: which experts each has, and how much they weigh, in the dtype of the logits.
 struct Routes {

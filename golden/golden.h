@@ -50,15 +50,28 @@ struct Gpt {
 // Llama style, pre-norm: RMS norm (x * rsqrt(mean(x^2) + eps) * weight), rotary positions (element i of a head turns with
 // element i + head / 2 by position / theta^(2i / head), in float32 or canonical), grouped queries (a key head serves heads /
 // kv_heads neighbouring query heads), gated MLP down(silu(gate(x)) * up(x)). Where rope_factor is not 1, turns are slowed down
-// as in Llama 3.1 (rope.h). Data and loss are the GPT's; `positions` is the longest sequence. A head has `head_size` features,
-// or hidden / heads where that is 0. With `qkv_bias` the projections of queries, keys and values have biases. With `qk_norm`
-// there is an RMS norm over the features of each head's queries, and one of its keys, before they turn. Query i sees key j <= i
-// where no token document_end lies at positions j to i - 1 and, with a window, in layers from number full_layers on, j > i -
-// window. Parameters, in this order: "model.embed_tokens.weight" [vocab, hidden], per layer
+// as in Llama 3.1, or with rope_yarn as in DeepSeek-V3 (rope.h). With rotary_size only the first so many features of a head
+// turn, as a head of that size. Data and loss are the GPT's; `positions` is the longest sequence. A head has `head_size`
+// features, or hidden / heads where that is 0. With `qkv_bias` the projections of queries, keys and values have biases. With
+// `qk_norm` there is an RMS norm over the features of each head's queries, and one of its keys, before they turn. Query i sees
+// key j <= i where no token document_end lies at positions j to i - 1 and, with a window, in layers from number full_layers on,
+// j > i - window. Parameters, in this order: "model.embed_tokens.weight" [vocab, hidden], per layer
 // "model.layers.<i>.self_attn.{q,k,v,o}_proj.weight", with qkv_bias each of the first three followed by its "bias", with
 // qk_norm "model.layers.<i>.self_attn.{q,k}_norm.weight" [head], "model.layers.<i>.mlp.{gate,up,down}_proj.weight",
 // "model.layers.<i>.{input,post_attention}_layernorm.weight", then "model.norm.weight" and, unless tied, "lm_head.weight".
 // Dropout: per layer, of attention's probabilities.
+//
+// With `kv_rank`, attention is the latent one of DeepSeek-V3, and of a layer's x:
+//   q = linear(x, q_proj), or with query_rank linear(norm(linear(x, q_a_proj)), q_b_proj); per head `head` features
+//   latent, shared = the first kv_rank and the last rotary_size columns of linear(x, kv_a_proj_with_mqa)
+//   linear(norm(latent), kv_b_proj) has per head the first head - rotary_size features of a key, then value_size of a value
+//   A key ends with the turned `shared`, and the last rotary_size features of a query turn. With `interleaved` elements 2i and
+//   2i + 1 turn together, and are then elements i and i + rotary_size / 2. Norms are RMS norms with the eps 1e-6.
+// With rope_yarn queries that have turned are multiplied by (1 + rope_mscale / 10 * log(rope_factor))^2, a number of double.
+// Parameters, in place of the four projections, of "self_attn.": "q_proj.weight" [heads * head, hidden] or "q_a_proj.weight"
+// [query_rank, hidden], "q_a_layernorm.weight" and "q_b_proj.weight", then "kv_a_proj_with_mqa.weight" [kv_rank + rotary_size,
+// hidden], "kv_a_layernorm.weight", "kv_b_proj.weight" [heads * (head - rotary_size + value_size), kv_rank] and "o_proj.weight"
+// [hidden, heads * value_size].
 //
 // With `experts`, layers from number dense_layers on have experts in place of the gated MLP. Of its tokens x [N, hidden]:
 //   logits = linear(x, gate), in float32 or wider; scores = softmax(logits) or sigmoid(logits), or the logits (chosen_softmax).
@@ -69,13 +82,17 @@ struct Gpt {
 //   y = sum over j, in this order, of w_j * down_e(silu(gate_e(x)) * up_e(x)); plus the shared gated MLP of x, if there is one.
 // What keeps experts busy, where these are not 0. Losses are sums over tokens, in the logits' width, and belong to a training
 // loss before its weight, layer by layer, balance first:
-//   expert_balance: for each sequence of T tokens the sum over its tokens and the experts e of p_e * (c_e * (expert_balance *
-//     experts / (experts_per_token * T))). c_e, a constant, is how many of its tokens chose e, and p is softmax(logits), or
-//     sigmoid(logits) / (their sum + 1e-20);
-//   expert_z: expert_z * sum over tokens of log(sum over e of exp(logits_e))^2;
+//   expert_balance: for each sequence of T tokens the sum over its tokens and the experts e of p_e * f_e. f_e = c_e / T *
+//     (expert_balance * experts / experts_per_token), in double and rounded to the logits' width, where c_e, a constant, is how
+//     many of its tokens chose e, and p is softmax(logits), or sigmoid(logits) / (their sum + 1e-20). Of balance_over step c_e
+//     and T are those of the training forwards of all ranks, and a step has one round;
+//   expert_z: sum over tokens of log(sum over e of exp(logits_e))^2 * expert_z;
+//     With canonical arithmetic sums over e go by index; what is rounded are the logits, each token's term of a loss, and the
+//     gradient that the logits get from both losses together;
 //   expert_bias: scores get a bias before experts and groups are chosen, and weights do not. It is the buffer
-//     "mlp.gate.e_score_correction_bias" [experts], which begins as zero. After each step that is not skipped it goes up by
-//     expert_bias where the step's training forwards chose the expert less often than the mean, and down where more often;
+//     "mlp.gate.e_score_correction_bias" [experts], which begins as expert_lean * (e % 3 - 1), rounded to float32, and is there
+//     where expert_lean alone is not 0 too. After each step that is not skipped it goes up by expert_bias where the step's
+//     training forwards chose the expert less often than the mean, and down where more often;
 //   expert_capacity: of a sequence of T tokens at most ceil(expert_capacity * (T * experts_per_token / experts)) choose an
 //     expert, and at least one. Of more, the terms with the highest w_j stay, and of equal ones those of the first tokens; w_j
 //     is compared before it is rounded. The others leave y. Losses and the bias count them all the same.
@@ -99,6 +116,14 @@ struct Llama {
   double eps = 1e-5;
   double rope_factor = 1, rope_low = 1, rope_high = 4;
   int64_t rope_positions = 8192;
+  bool rope_yarn = false;
+  double rope_mscale = 0;   // of latent attention with rope_yarn
+  int64_t rotary_size = 0;  // even; 0: all features of a head turn
+  // Latent attention (see above); 0: there is none. It has as many kv_heads as heads, and a rotary_size below head.
+  int64_t kv_rank = 0;
+  int64_t query_rank = 0;
+  int64_t value_size = 0;  // 0: head
+  bool interleaved = false;
   int64_t window = 0;         // 0: a query sees all keys up to its own
   int64_t full_layers = 0;    // the first so many layers have no window
   int64_t document_end = -1;  // -1: no token ends a document
@@ -113,8 +138,13 @@ struct Llama {
   double expert_scale = 1;
   int64_t expert_groups = 1, groups_per_token = 1;
   double expert_balance = 0, expert_z = 0, expert_bias = 0, expert_capacity = 0;
+  enum class BalanceOver { sequence, step } balance_over = BalanceOver::sequence;
+  double expert_lean = 0;
 
   int64_t head() const { return head_size > 0 ? head_size : hidden / heads; }
+  int64_t turning() const { return rotary_size > 0 ? rotary_size : head(); }
+  int64_t values() const { return value_size > 0 ? value_size : head(); }
+  bool has_bias() const { return expert_bias != 0 || expert_lean != 0; }
 };
 
 // Convolutions: input [B, channels.front(), size, size]; layer i is a 2-d convolution channels[i] -> channels[i + 1] with an
@@ -345,7 +375,8 @@ Trace train_in_python(const Run& run);
 
 // Not averages, which it does not keep, not lion and muon, which torch.optim lacks or has otherwise, not dropout, whose masks
 // are a function of its own, and not what float64 knows nothing of: other dtypes than float32 loss scaling, and steps that go
-// back. Any order of sums is supported: none matters in float64 but for rounding.
+// back. Nor latent attention, rotary_size and expert_lean, for which there is run_in_transformers (hugging_face.h). Any order
+// of sums is supported: none matters in float64 but for rounding.
 bool oracle_supports(const Run& run);
 
 class EnvironmentError : public std::runtime_error {

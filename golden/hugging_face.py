@@ -44,16 +44,18 @@ def run(config, parameters, tokens, targets, dtype):
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)  # and no buffer: frequencies stay float32, as from_pretrained has them
     own = {name: (parameter, turned) for name, parameter, turned in weights_of(model)}
+    own.update((name, (buffer, False)) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
     names = [name for name, _ in parameters]
     if sorted(own) != sorted(names):
         raise ValueError(f"the package's model has the parameters {list(own)}, given were {names}")
     with torch.no_grad():
         for name, value in parameters:
             parameter, turned = own[name]
-            value = tensor(value, dtype)
+            value = tensor(value, parameter.dtype)
             parameter.copy_(value.mT if turned else value)
     logits = model(input_ids=tensor(tokens, dtype)).logits
     wide = logits if dtype == torch.float64 else logits.float()  # as the package's own loss
     F.cross_entropy(wide.flatten(0, 1), tensor(targets, dtype).flatten(), reduction="sum").backward()
-    gradients = [(name, exported(p.grad.mT if turned else p.grad)) for name in names for p, turned in [own[name]]]
+    gradients = [(name, exported(p.grad.mT if turned else p.grad)) for name in names for p, turned in [own[name]]
+                 if p.requires_grad]
     return {"logits": exported(logits), "gradients": gradients}

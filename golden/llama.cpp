@@ -20,7 +20,8 @@ class Layer {
         prefix_(fmt::format("model.layers.{}.", index)) {}
 
   at::Tensor forward(at::Tensor x) const {
-    x = x + attention(rms_norm(x, weight("input_layernorm"), llama_.eps));
+    const at::Tensor own = rms_norm(x, weight("input_layernorm"), llama_.eps);
+    x = x + (llama_.kv_rank > 0 ? latent_attention(own) : attention(own));
     const at::Tensor normed = rms_norm(x, weight("post_attention_layernorm"), llama_.eps);
     const std::string mlp = prefix_ + "mlp.";
     return x + (has_experts_ ? mixture(llama_, forward_, mlp, normed) : gated_mlp(forward_, mlp, normed));
@@ -50,28 +51,62 @@ class Layer {
     };
     const at::Tensor angles = angles_of(length, x.scalar_type());
     const at::Tensor both = x.view_as(x);
-    const at::Tensor q = turned(heads(x, "self_attn.q_proj", llama_.heads, "self_attn.q_norm"), angles);
-    const at::Tensor k = serving_all(turned(heads(both, "self_attn.k_proj", llama_.kv_heads, "self_attn.k_norm"), angles));
+    const at::Tensor q = first_turned(heads(x, "self_attn.q_proj", llama_.heads, "self_attn.q_norm"), angles);
+    const at::Tensor k =
+        serving_all(first_turned(heads(both, "self_attn.k_proj", llama_.kv_heads, "self_attn.k_norm"), angles));
     const at::Tensor v = serving_all(heads(both, "self_attn.v_proj", llama_.kv_heads));
     const at::Tensor mixed = causal_attention(q, k, v, forward_.dropout, hidden_);
     return linear(mixed.transpose(1, 2).reshape({batch, length, llama_.heads * width}), "self_attn.o_proj");
   }
 
+  at::Tensor latent_attention(const at::Tensor& x) const {
+    const int64_t batch = x.size(0), length = x.size(1), heads = llama_.heads, rank = llama_.kv_rank;
+    const int64_t turning = llama_.turning(), still = llama_.head() - turning, value = llama_.values();
+    const auto normed = [&](const at::Tensor& latent, const char* name) { return rms_norm(latent, weight(name), kLatentEps); };
+    const auto in_heads = [&](const at::Tensor& columns) {
+      return columns.view({batch, length, heads, columns.size(2) / heads}).transpose(1, 2);
+    };
+    const at::Tensor both = x.view_as(x), angles = angles_of(length, x.scalar_type());
+    const at::Tensor q = in_heads(
+        llama_.query_rank > 0 ? linear(normed(linear(x, "self_attn.q_a_proj"), "self_attn.q_a_layernorm"), "self_attn.q_b_proj")
+                              : linear(x, "self_attn.q_proj"));
+    const at::Tensor compressed = linear(both, "self_attn.kv_a_proj_with_mqa");
+    const at::Tensor latent = normed(compressed.narrow(2, 0, rank), "self_attn.kv_a_layernorm");
+    const at::Tensor kv = in_heads(linear(latent, "self_attn.kv_b_proj"));
+    const at::Tensor shared = compressed.narrow(2, rank, turning).unsqueeze(1).expand({batch, heads, length, turning});
+    const auto last_turned = [&](const at::Tensor& first, const at::Tensor& last) {
+      return at::cat({first.narrow(3, 0, still), turned(last, angles, llama_.interleaved)}, 3);
+    };
+    at::Tensor queries = last_turned(q, q.narrow(3, still, turning));
+    if (llama_.rope_yarn) queries = queries * score_factor(llama_);
+    // As wide as keys, for the engines of attention.
+    const at::Tensor v = at::constant_pad_nd(kv.narrow(3, still, value), {0, llama_.head() - value});
+    const at::Tensor mixed = causal_attention(queries, last_turned(kv, shared), v, forward_.dropout, hidden_);
+    return linear(mixed.narrow(3, 0, value).transpose(1, 2).reshape({batch, length, heads * value}), "self_attn.o_proj");
+  }
+
   // [length, width / 2], not rounded to a smaller dtype
   at::Tensor angles_of(int64_t length, at::ScalarType dtype) const {
-    const int64_t width = llama_.head();
+    const int64_t width = llama_.turning();
     const at::Tensor powers =
         at::pow(at::full({}, llama_.theta, at::kFloat), at::arange(0, width, 2, at::kFloat) / double(width));
     const at::Tensor rates = powers.reciprocal();
     float* rate = rates.mutable_data_ptr<float>();
-    for (int64_t i = 0; i < rates.numel(); ++i) rate[i] = slowed(rate[i], llama_);
+    for (int64_t i = 0; i < rates.numel(); ++i) rate[i] = slowed(rate[i], i, llama_);
     const at::Tensor angles = at::arange(length, at::kFloat).unsqueeze(1) * rates;
     return dtype == at::kDouble ? angles.to(dtype) : angles;
   }
 
-  static at::Tensor turned(const at::Tensor& x, const at::Tensor& angles) {
+  static at::Tensor first_turned(const at::Tensor& x, const at::Tensor& angles) {
+    const int64_t width = 2 * angles.size(1), rest = x.size(3) - width;
+    if (rest == 0) return turned(x, angles);
+    return at::cat({turned(x.narrow(3, 0, width), angles), x.narrow(3, width, rest)}, 3);
+  }
+
+  static at::Tensor turned(const at::Tensor& x, const at::Tensor& angles, bool interleaved = false) {
     const int64_t half = x.size(3) / 2;
-    const at::Tensor first = x.narrow(3, 0, half), second = x.narrow(3, half, half);
+    const at::Tensor first = interleaved ? x.slice(3, 0, {}, 2) : x.narrow(3, 0, half);
+    const at::Tensor second = interleaved ? x.slice(3, 1, {}, 2) : x.narrow(3, half, half);
     const at::Tensor cos = angles.cos().to(x.options()), sin = angles.sin().to(x.options());
     return at::cat({first * cos - second * sin, second * cos + first * sin}, 3);
   }
@@ -95,6 +130,20 @@ class Layer {
   std::string prefix_;
 };
 
+// Of one layer, in the order of golden.h.
+Shapes latent_shapes(const Llama& llama) {
+  const int64_t hidden = llama.hidden, queries = llama.heads * llama.head(), rank = llama.query_rank;
+  const int64_t parts = llama.heads * (llama.head() - llama.turning() + llama.values());
+  Shapes shapes;
+  if (rank == 0) shapes.push_back({"q_proj", {queries, hidden}});
+  if (rank > 0) shapes = {{"q_a_proj", {rank, hidden}}, {"q_a_layernorm", {rank}}, {"q_b_proj", {queries, rank}}};
+  shapes.push_back({"kv_a_proj_with_mqa", {llama.kv_rank + llama.turning(), hidden}});
+  shapes.push_back({"kv_a_layernorm", {llama.kv_rank}});
+  shapes.push_back({"kv_b_proj", {parts, llama.kv_rank}});
+  shapes.push_back({"o_proj", {hidden, llama.heads * llama.values()}});
+  return shapes;
+}
+
 }  // namespace
 
 Shapes llama_shapes(const Llama& llama) {
@@ -109,10 +158,14 @@ Shapes llama_shapes(const Llama& llama) {
       add(name, {outputs, hidden});
       if (llama.qkv_bias) shapes.push_back({fmt::format("model.layers.{}.{}.bias", i, name), {outputs}});
     };
-    add_projection("self_attn.q_proj", queries);
-    add_projection("self_attn.k_proj", keys);
-    add_projection("self_attn.v_proj", keys);
-    add("self_attn.o_proj", {hidden, queries});
+    if (llama.kv_rank > 0) {
+      for (auto& [name, shape] : latent_shapes(llama)) add(("self_attn." + name).c_str(), std::move(shape));
+    } else {
+      add_projection("self_attn.q_proj", queries);
+      add_projection("self_attn.k_proj", keys);
+      add_projection("self_attn.v_proj", keys);
+      add("self_attn.o_proj", {hidden, queries});
+    }
     if (llama.qk_norm) add("self_attn.q_norm", {llama.head()});
     if (llama.qk_norm) add("self_attn.k_norm", {llama.head()});
     if (has_experts(llama, i)) {

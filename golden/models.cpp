@@ -254,10 +254,10 @@ at::Tensor output_of(const Model& model, Forward& forward, const Microbatch& mic
 
 Named initial_buffers(const Model& model, at::ScalarType dtype) {
   Named buffers;
-  for (int64_t i = 0; model.kind == Model::Kind::llama && model.llama.expert_bias != 0 && i < model.llama.layers; ++i)
+  for (int64_t i = 0; model.kind == Model::Kind::llama && model.llama.has_bias() && i < model.llama.layers; ++i)
     if (has_experts(model.llama, i))
       buffers.emplace_back(fmt::format("model.layers.{}.mlp.gate.e_score_correction_bias", i),
-                           at::zeros({model.llama.experts}, dtype));
+                           initial_bias(model.llama).to(dtype));
   if (model.kind != Model::Kind::conv || !model.conv.norm || !model.conv.batch) return buffers;
   for (size_t i = 0; i + 1 < model.conv.channels.size(); ++i) {
     const int64_t channels = model.conv.channels[i + 1];
@@ -267,8 +267,9 @@ Named initial_buffers(const Model& model, at::ScalarType dtype) {
   return buffers;
 }
 
-at::Tensor loss(const Model& model, const Parameters& parameters, const Microbatch& microbatch, bool training, Counts* counts) {
-  Forward forward{parameters, model.adapters, {microbatch.dropout_seed, model.dropout()}, training};
+at::Tensor loss(const Model& model, const Parameters& parameters, const Microbatch& microbatch, bool training, Counts* counts,
+                const Counts* of_step) {
+  Forward forward{parameters, model.adapters, {microbatch.dropout_seed, model.dropout()}, training, of_step};
   at::Tensor output = output_of(model, forward, microbatch);
   if (output.scalar_type() != at::kDouble) output = output.to(at::kFloat);
   for (const auto& [name, own] : forward.counts)

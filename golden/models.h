@@ -19,7 +19,7 @@ using Parameters = std::map<std::string, at::Tensor>;
 using Shapes = std::vector<std::pair<std::string, std::vector<int64_t>>>;
 Shapes llama_shapes(const Llama& llama);
 
-// How often each expert of a layer was chosen, by the name of its bias: float64 [experts].
+// How often each expert of a layer was chosen, by the name that its bias has or would have: float64 [experts].
 using Counts = std::map<std::string, at::Tensor>;
 
 // What one forward consists of.
@@ -28,6 +28,7 @@ struct Forward {
   const Adapters& adapters;
   Dropout dropout;
   bool training = true;
+  const Counts* of_step = nullptr;  // what a step's forwards choose, where a balance is over those
   at::Tensor auxiliary = {};  // the sum of the layers' own losses; undefined where there are none
   Counts counts = {};
 
@@ -53,8 +54,8 @@ at::Tensor odd_forward(const Odd& odd, const Parameters& parameters, const at::T
 Named initial_buffers(const Model& model, at::ScalarType dtype);
 
 // weight * the model's loss, 0-dim, float32 or float64: forward, sum, then one multiplication. `parameters` has a rank's own
-// buffers, too. Adds what the forward chose to `counts`.
+// buffers, too. Adds what the forward chose to `counts`. `of_step`: see Forward.
 at::Tensor loss(const Model& model, const Parameters& parameters, const Microbatch& microbatch, bool training = true,
-                Counts* counts = nullptr);
+                Counts* counts = nullptr, const Counts* of_step = nullptr);
 
 }  // namespace golden

@@ -75,6 +75,9 @@ bool oracle_supports(const Run& run) {
   const Precision& p = run.precision;
   for (const Step& step : run.steps)
     if (step.after) return false;
+  const Llama& m = run.model.llama;
+  const bool over_step = m.balance_over == Llama::BalanceOver::step;
+  if (m.kv_rank != 0 || m.rotary_size != 0 || m.expert_lean != 0 || over_step) return false;
   return kind != Optimizer::Kind::lion && kind != Optimizer::Kind::muon && run.model.dropout() == 0 &&
          run.model.adapters.dropout == 0 && p.compute == at::kFloat && p.gradient == at::kFloat && p.reduce == at::kFloat &&
          run.scaling.initial == 0 && run.ema == 0;
@@ -85,7 +88,8 @@ Trace train_in_python(const Run& run) {
   if (!oracle_supports(run))
     throw std::invalid_argument(
         "golden: the oracle in Python trains with sgd, adam or adamw, in float64, without loss scaling and dropout, "
-        "step after step; it cannot check lion, muon, dropout, other dtypes, loss scaling or averages. Ask oracle_supports "
+        "step after step; it cannot check lion, muon, dropout, other dtypes, loss scaling, averages, latent attention, a "
+        "rotary_size, an expert_lean or a balance over a step. Ask oracle_supports "
         "first");
   Trace trace;
   call_python<PythonTrain>("golden_python_train", run, &trace);
@@ -98,10 +102,10 @@ PeerResult run_in_transformers(const PeerRun& run) {
   return result;
 }
 
-std::string why_not_engine(const std::string& package, const std::string& engine) {
-  std::string reason;
-  call_python<PythonWhyNotEngine>("golden_python_why_not_engine", package, engine, &reason);
-  return reason;
+EngineFacts facts_of_engine(const std::string& package, const std::string& engine) {
+  EngineFacts facts;
+  call_python<PythonFactsOfEngine>("golden_python_facts_of_engine", package, engine, &facts);
+  return facts;
 }
 
 EngineTrace train_in_engine(const EngineRun& run) {

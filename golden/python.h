@@ -15,9 +15,9 @@ namespace golden {
 using PythonTrain = void(const std::string& venv, const Run& run, Trace* trace);
 // The symbol "golden_python_transformers", which besides imports transformers.
 using PythonTransformers = void(const std::string& venv, const PeerRun& run, PeerResult* result);
-// The symbols "golden_python_why_not_engine" and "golden_python_engine". These import no torch into this process.
-using PythonWhyNotEngine = void(const std::string& venv, const std::string& package, const std::string& engine,
-                                std::string* reason);
+// The symbols "golden_python_facts_of_engine" and "golden_python_engine". These import no torch into this process.
+using PythonFactsOfEngine = void(const std::string& venv, const std::string& package, const std::string& engine,
+                                 EngineFacts* facts);
 using PythonEngine = void(const std::string& venv, const EngineRun& run, EngineTrace* trace);
 
 }  // namespace golden

@@ -327,14 +327,15 @@ extern "C" __attribute__((visibility("default"))) void golden_python_transformer
   }
 }
 
-extern "C" __attribute__((visibility("default"))) void golden_python_why_not_engine(const std::string& venv,
-                                                                                   const std::string& package,
-                                                                                   const std::string& engine,
-                                                                                   std::string* reason) {
+extern "C" __attribute__((visibility("default"))) void golden_python_facts_of_engine(const std::string& venv,
+                                                                                    const std::string& package,
+                                                                                    const std::string& engine,
+                                                                                    golden::EngineFacts* facts) {
   if (!Py_IsInitialized()) golden::start_python(venv);
   const pybind11::gil_scoped_acquire lock;
   try {
-    *reason = golden::engine_function(venv, "why_not")(package, kOracleSource, engine).cast<std::string>();
+    const pybind11::tuple told = golden::engine_function(venv, "facts")(package, kOracleSource, engine);
+    *facts = {told[0].cast<std::string>(), told[1].cast<bool>()};
   } catch (const pybind11::error_already_set& error) {
     throw golden::EnvironmentError(error.what());
   }

@@ -78,6 +78,7 @@ struct Trainer::Collected {
   const Step& step;
   std::vector<std::vector<double>>& losses;
   double loss_scale;
+  const Counts* of_step = nullptr;  // of a balance over the step, once they are known
   Counts counts = {};
 };
 
@@ -105,7 +106,8 @@ Trainer::Trainer(Model model, Optimizer optimizer, const Named& parameters, SumO
 
 Tensors Trainer::gradients(Collected& collected, size_t round, size_t rank) const {
   if (model_.canonical) {
-    const CanonicalPass pass = canonical_pass(model_, parameters_, collected.step.microbatches[round][rank]);
+    const CanonicalPass pass = canonical_pass(model_, with_buffers(parameters_, rank), collected.step.microbatches[round][rank],
+                                              /*training=*/true, &collected.counts, collected.of_step);
     collected.losses[round][rank] = pass.loss;
     Tensors gradients;
     for (const auto& [name, value] : parameters_)
@@ -118,7 +120,7 @@ Tensors Trainer::gradients(Collected& collected, size_t round, size_t rank) cons
   for (const auto& [name, value] : parameters_)
     if (!is_frozen(collected.step, name)) trained.push_back(leaves.at(name).set_requires_grad(true));
   const Microbatch microbatch = prepared(collected.step.microbatches[round][rank], precision_.compute, main_, device_);
-  at::Tensor output = golden::loss(model_, leaves, microbatch, /*training=*/true, &collected.counts);
+  at::Tensor output = golden::loss(model_, leaves, microbatch, /*training=*/true, &collected.counts, collected.of_step);
   collected.losses[round][rank] = output.item<double>();
   if (collected.loss_scale != 0) output = output * collected.loss_scale;
 
@@ -129,6 +131,12 @@ Tensors Trainer::gradients(Collected& collected, size_t round, size_t rank) cons
   for (size_t i = 0; i < gradients.size(); ++i)
     gradients[i] = gradients[i].defined() ? gradients[i].to(at::kCPU) : at::zeros(trained[i].sizes(), trained[i].scalar_type());
   return gradients;
+}
+
+Parameters Trainer::with_buffers(const Named& values, size_t rank) const {
+  Parameters all(values.begin(), values.end());
+  if (!buffers_.empty()) all.insert(buffers_[rank].begin(), buffers_[rank].end());
+  return all;
 }
 
 Parameters Trainer::to_compute(const Named& values, size_t rank) const {
@@ -148,7 +156,7 @@ double Trainer::evaluated(const Named& values, const Microbatch& microbatch, siz
   const at::NoGradGuard no_graph;
   Model model = model_;
   model.gpt.dropout = model.llama.dropout = model.adapters.dropout = 0;
-  if (model.canonical) return canonical_pass(model, values, microbatch).loss;
+  if (model.canonical) return canonical_pass(model, with_buffers(values, rank), microbatch, /*training=*/false).loss;
   const Microbatch data = prepared(microbatch, precision_.compute, main_, device_);
   return golden::loss(model, to_compute(values, rank), data, /*training=*/false).item<double>();
 }
@@ -217,6 +225,7 @@ void Trainer::adapt_scale(bool finite) {
 }
 
 void Trainer::move_biases(const Counts& counts) {
+  if (model_.llama.expert_bias == 0) return;
   for (Named& own : buffers_)
     for (auto& [name, buffer] : own)
       if (const auto it = counts.find(name); it != counts.end()) {
@@ -249,6 +258,12 @@ StepTrace Trainer::step(const Step& step) {
     trace.evaluated.push_back(evaluated(averages_.empty() ? parameters_ : averages_, first[rank], rank));
   for (size_t rank = 0; step.discard && rank < buffers_.size(); ++rank) gradients(collected, 0, rank);
   collected.counts.clear();
+  Counts of_step;
+  if (model_.kind == Model::Kind::llama && model_.llama.balance_over == Llama::BalanceOver::step) {
+    for (size_t rank = 0; rank < first.size(); ++rank) gradients(collected, 0, rank);
+    of_step = std::exchange(collected.counts, {});
+    collected.of_step = &of_step;
+  }
   const bool integers = order_of(step).canonical && main_ == at::kFloat;
   Tensors gradients = integers ? canonical_gradients(collected) : summed_gradients(collected);
   for (at::Tensor& g : gradients) g = g.to(main_);

@@ -27,7 +27,8 @@ class Trainer {
  private:
   struct Collected;  // what a step's forwards and backwards need and leave
 
-  // Values, and a rank's buffers, to compute with.
+  // Values, and a rank's buffers: as they are, and to compute with.
+  Parameters with_buffers(const Named& values, size_t rank) const;
   Parameters to_compute(const Named& values, size_t rank) const;
   double evaluated(const Named& values, const Microbatch& microbatch, size_t rank) const;
   // What a load does to buffers, and what makes them the step's own.

@@ -86,6 +86,7 @@ void require_experts(const Llama& m) {
     if (!(std::isfinite(value) && value >= 0))
       refuse(fmt::format("llama: expected expert_balance, expert_z, expert_bias, expert_capacity >= 0, got {}, {}, {} and {}",
                          m.expert_balance, m.expert_z, m.expert_bias, m.expert_capacity));
+  if (!std::isfinite(m.expert_lean)) refuse(fmt::format("llama: expected a finite expert_lean, got {}", m.expert_lean));
   if (groups < 1 || experts % groups != 0 || m.groups_per_token < 1 || m.groups_per_token > groups)
     refuse(
         fmt::format("llama: expected expert_groups that divide experts and 1 to expert_groups groups_per_token, got "
@@ -95,6 +96,24 @@ void require_experts(const Llama& m) {
   if (m.experts_per_token < 1 || m.experts_per_token > available)
     refuse(fmt::format("llama: expected 1 to {} experts_per_token, which are in a token's groups, got {}", available,
                        m.experts_per_token));
+}
+
+void require_latents(const Llama& m) {
+  if (m.rotary_size < 0 || m.rotary_size % 2 != 0 || m.rotary_size > m.head())
+    refuse(fmt::format("llama: rotary_size {} must be even and at most the {} features of a head", m.rotary_size, m.head()));
+  if (m.kv_rank < 0 || (m.kv_rank == 0 && (m.query_rank != 0 || m.value_size != 0 || m.interleaved || m.rope_yarn)))
+    refuse(fmt::format("llama: expected kv_rank > 0, or no query_rank, value_size, interleaved and rope_yarn, got kv_rank={}",
+                       m.kv_rank));
+  if (m.kv_rank > 0 && (m.heads != m.kv_heads || m.qk_norm || m.qkv_bias || m.turning() >= m.head() || m.query_rank < 0 ||
+                        m.value_size < 0 || m.value_size > m.head()))
+    refuse(
+        fmt::format("llama: with kv_rank expected as many kv_heads as heads, no qk_norm and qkv_bias, rotary_size < {}, "
+                    "query_rank >= 0 and value_size from 0 to {}, got heads={} kv_heads={} qk_norm={} qkv_bias={} "
+                    "rotary_size={} query_rank={} value_size={}",
+                    m.head(), m.head(), m.heads, m.kv_heads, m.qk_norm, m.qkv_bias, m.rotary_size, m.query_rank, m.value_size));
+  if (!std::isfinite(m.rope_mscale) || (m.rope_yarn && !(m.theta > 1)))
+    refuse(fmt::format("llama: expected a finite rope_mscale, and with rope_yarn theta > 1, got {} and {}", m.rope_mscale,
+                       m.theta));
 }
 
 void require_llama(const Llama& m) {
@@ -120,6 +139,7 @@ void require_llama(const Llama& m) {
   if (!fits || m.heads % m.kv_heads != 0)
     refuse(fmt::format("llama: hidden {} must be a multiple of heads {}, by an even number, and that of kv_heads {}", m.hidden,
                        m.heads, m.kv_heads));
+  require_latents(m);
   require_experts(m);
 }
 
@@ -147,12 +167,6 @@ void require_valid(const Model& model) {
         fmt::format("adapters: expected a rank of at least 1 and an mlp, a gpt or a llama, got rank={}", model.adapters.rank));
   if (model.canonical && model.kind == Model::Kind::gpt && model.gpt.tanh_gelu)
     refuse("gpt: canonical arithmetic has the gelu of the erf form, and tanh_gelu is of the other");
-  const Llama& m = model.llama;
-  if (model.canonical && model.kind == Model::Kind::llama && (m.expert_balance != 0 || m.expert_z != 0 || m.expert_bias != 0))
-    refuse(
-        fmt::format("llama: canonical arithmetic has no losses and biases of routers, got expert_balance={} expert_z={} "
-                    "expert_bias={}",
-                    m.expert_balance, m.expert_z, m.expert_bias));
   switch (model.kind) {
     case Model::Kind::mlp:
       return require_widths("mlp widths", model.mlp.widths);
@@ -199,6 +213,8 @@ void require_valid(const Model& model, const Named& parameters) {
 void require_valid(const Model& model, const Step& step) {
   if (step.microbatches.empty() || step.microbatches.front().empty())
     refuse("a step needs at least one round of at least one rank");
+  if (model.kind == Model::Kind::llama && model.llama.balance_over == Llama::BalanceOver::step && step.microbatches.size() > 1)
+    refuse(fmt::format("llama: with balance_over a step has one round, got {}", step.microbatches.size()));
   for (size_t k = 0; k < step.microbatches.size(); ++k) {
     if (step.microbatches[k].size() != step.microbatches.front().size())
       refuse(fmt::format("round {} has {} ranks, round 0 has {}; every round must have all ranks", k,

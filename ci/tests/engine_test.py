@@ -42,6 +42,9 @@ def right(model, mesh):
 def wrong(model, mesh):
     return Replicas(model, mesh, False)
 '''
+MIXTURE = ("llama(layers=1,hidden=8,heads=1,kv_heads=1,intermediate=4,vocab=5,positions=4,experts=4,top_k=2,expert_width=3,"
+           "shared_width={3},score=sigmoid) mesh({0}) {1}(ep={2}) sgd(lr=0.1,momentum=0.5) fast seed=3 : "
+           "accumulate(2) step save step load@mesh({4}) step")
 MLP = "mlp(widths=5-7-3) mesh(dp_shard=2) ddp sgd(lr=0.1) fast seed=3 : accumulate(2) step*2"
 
 
@@ -67,7 +70,7 @@ class Engines(unittest.TestCase):
         return done, lines
 
     def test_cases_that_an_engine_can_train_hold_and_the_others_are_counted(self):
-        done, lines = self.verify("torch-ddp", "--cases", "24", "--seed", "2", "--world-max", "3")
+        done, lines = self.verify("torch-ddp", "--cases", "24", "--seed", "3", "--world-max", "3")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         counted = next(line for line in lines if line["type"] == "engine")
         self.assertEqual(counted["drawn"], 24)
@@ -94,6 +97,33 @@ class Engines(unittest.TestCase):
         self.assertEqual(self.run_command("replay", "--engine", "engines:wrong", failure["case"]).returncode, 1)
         self.assertEqual(self.run_command("replay", "--engine", "engines:right", failure["case"]).returncode, 0)
         self.assertEqual(self.run_command("replay", failure["case"]).returncode, 0)
+
+    def test_engines_that_take_ep_are_told_how_many_ranks_share_experts_and_the_others_are_not(self):
+        for settings in (("dp_shard=4", "zero3", 4, 2, "dp_shard=2"), ("dp_shard=4", "zero3", 2, 0, "dp_shard=2"),
+                         ("dp_replicate=2,dp_shard=2", "hsdp", 2, 2, "dp_replicate=2,dp_shard=1")):
+            done = self.run_command("replay", "--engine", "torch-fsdp2-ep", MIXTURE.format(*settings))
+            self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.add("def told(model, mesh, ep):\n    raise ValueError(f'ep is {ep} on {mesh.size()} ranks')\n")
+        case = MIXTURE.format("dp_shard=4", "ddp", 4, 0, "dp_shard=2")
+        done = self.run_command("replay", "--engine", "engines:told", case)
+        self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
+        self.assertIn("ValueError: ep is 4 on 4 ranks", done.stdout)
+        done = self.run_command("replay", "--engine", "engines:right", case)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertNotIn("ep=4", done.stdout)
+
+    def test_a_gradient_of_experts_that_is_divided_by_too_few_ranks_is_found(self):
+        self.add("from shardproof.check.engines import fsdp2_ep\n\n\n"
+                 "def shares(model, mesh, ep):\n"
+                 "    made = fsdp2_ep(model, mesh, ep, over_one=True)\n"
+                 "    for name, module in model.named_modules():\n"
+                 "        if name.endswith('.experts'):\n"
+                 "            module.set_gradient_divide_factor(mesh.size() // ep)\n"
+                 "    return made\n")
+        for ep, code in ((1, 0), (2, 1)):
+            case = MIXTURE.format("dp_shard=2", "ddp", ep, 0, "dp_shard=1")
+            done = self.run_command("replay", "--engine", "engines:shares", case)
+            self.assertEqual(done.returncode, code, done.stdout + done.stderr)
 
     def test_a_known_fault_of_pytorch_is_counted_by_verify_and_shown_by_replay(self):
         done, lines = self.verify("torch-ddp", "--cases", "40", "--seed", "13", "--world-max", "2", "--mesh", "dp_shard=1")

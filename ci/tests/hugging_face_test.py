@@ -12,6 +12,7 @@ from transformers import (AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Lla
                           MistralForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config,
                           Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM)
 
+from biased_routers import CLASSES, biases_of, model_with_biases
 from scratch import ScratchCase
 
 COMMAND = os.path.join(os.environ["SHARDPROOF_BUILD"], "shardproof")
@@ -62,14 +63,14 @@ class HuggingFace(ScratchCase):
     def there_and_back(self, family, model, key_of):
         theirs, ours, back = self.path("theirs"), self.path("ours"), self.path("back")
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in [*model.parameters(), *biases_of(model).values()]:
                 parameter.normal_()
         model.save_pretrained(theirs)
         shardproof("checkpoint", "convert", theirs, ours, "--family", family)
         shardproof("checkpoint", "verify", ours)
         dcp_to_torch_save(ours, self.path("ours.pt"))
         got = torch.load(self.path("ours.pt"), weights_only=True)
-        for name, parameter in model.named_parameters():
+        for name, parameter in [*model.named_parameters(), *biases_of(model).items()]:
             value = parameter.mT if name.endswith(PROJECTIONS) else parameter
             self.assertTrue(torch.equal(got.pop(key_of(name)), value), name)
         self.assertEqual(list(got), [])
@@ -97,9 +98,11 @@ class HuggingFace(ScratchCase):
                                                                    num_experts_per_tok=3, mlp_only_layers=[0])),
                  "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES, tie_word_embeddings=True)),
                  "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=6))}
-        for family, (kind, config) in kinds.items():
+        models = {family: kind(config) for family, (kind, config) in kinds.items()}
+        models.update((family, model_with_biases(family, **SIZES)) for family in CLASSES)
+        for family, model in models.items():
             with self.subTest(family=family):
-                self.there_and_back(family, kind(config), lambda name: "model." + name)
+                self.there_and_back(family, model, lambda name: "model." + name)
                 self.setUp()
 
     def test_files_of_torch_save_come_as_safetensors_do(self):
@@ -301,7 +304,7 @@ class HuggingFace(ScratchCase):
         self.assertIn("has the names of the package already. Leave out --family",
                       shardproof("checkpoint", "convert", self.path("theirs"), self.path("x"), "--family", "llama", "--to",
                                  "safetensors", code=2))
-        self.assertIn("known are gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe",
+        self.assertIn("known are gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, dots1, glm4_moe, deepseek_v3",
                       shardproof("checkpoint", "convert", self.path("theirs"), self.path("x"), "--family", "opt", code=2))
         self.assertFalse(os.path.exists(self.path("x")))
 

@@ -138,6 +138,13 @@ class Plan(unittest.TestCase):
         self.assertNotIn("plan_experts", {line["type"] for line in lines})
         self.assertNotIn("all_to_all", said)
 
+    def test_slices_of_experts_sum_their_rows_forwards_and_backwards(self):
+        rows, layers = 8 * 2, 2
+        (calls, amount), (more_calls, more) = (
+            traffic(plan("--model", EXPERTS, "--mesh", "dp_shard=2,tp=2", *cut)[0])["all_reduce", "tp"]
+            for cut in ((), ("--cut-experts",)))
+        self.assertEqual((more_calls - calls, more - amount), (2 * layers, 2 * layers * rows * 16 * 4))
+
     def test_a_search_shares_experts_where_a_mesh_can(self):
         lines, said = plan("--model", EXPERTS, "--search", "--ranks", "4", "--expert-ranks", "4")
         self.assertIn("dp_shard=4", {line["mesh"] for line in lines if line["type"] == "plan_choice"})
@@ -155,6 +162,7 @@ class Plan(unittest.TestCase):
                 (["--expert-ranks", "2"], ["--expert-ranks 2", "a llama with experts"]),
                 (["--model", EXPERTS, "--mesh", "dp_shard=3", "--expert-ranks", "2"],
                  ["dp_shard=3", "so many ranks cannot share"]),
+                (["--model", EXPERTS, "--mesh", "dp_shard=2", "--cut-experts"], ["no ranks along it", "tp=2"]),
                 (["--model", EXPERTS, "--set", "offload=pageable"], ["experts", "leave offload out"]),
                 (["--model", "gpt(layers=2,hidden=7,heads=2)"], ["hidden", "heads"])):
             _, said = plan(*arguments, code=2)

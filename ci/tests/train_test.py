@@ -227,6 +227,7 @@ class Train(TrainingRuns):
             self.assertIn("EQUAL in every bit", output)
         shared = ("--expert-ranks", "2")
         self.expect_refused("needs a llama with experts", *shared)
+        self.expect_refused("--cut-experts needs a llama with experts", "--cut-experts")
         for message, *more in (("so many ranks cannot share", "--mesh", "dp_shard=3"),
                                ("--check adds gradients", "--mesh", "dp_shard=4", "--check")):
             code, _, _, errors = self.train(*shared, *more, model=llama)
@@ -238,7 +239,8 @@ class Train(TrainingRuns):
                  "expert_width=4,shared_width=3,score=sigmoid,dense_layers=1)")
         directory = os.path.join(self.folder, "experts")
         legs = (("dp_shard=2,tp=2", "zero3", "2", "--sequence-parallel"), ("dp_replicate=2,dp_shard=3", "hsdp", "6"),
-                ("dp_shard=2,cp=2", "zero1", "4"), ("dp_shard=1", "ddp", "1"))
+                ("dp_shard=2,tp=2", "zero2", "2", "--cut-experts"), ("dp_shard=2,cp=2", "zero1", "4"),
+                ("dp_shard=1,tp=2", "zero3", "1", "--cut-experts"), ("dp_shard=1", "ddp", "1"))
         for number, (mesh, strategy, sharing, *more) in enumerate(legs):
             code, lines, output, errors = self.train(
                 "--arithmetic", "canonical", "--canonical", "--steps", str(2 * number + 2), "--mesh", mesh, "--strategy",

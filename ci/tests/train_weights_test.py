@@ -12,6 +12,7 @@ from transformers import (AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Lla
                           MistralForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config,
                           Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM)
 
+from biased_routers import CLASSES, biases_of, model_with_biases
 from training_runs import ENVIRONMENT, SHARDPROOF, TrainingRuns
 
 LENGTH = 16
@@ -33,9 +34,9 @@ def model_of(family):
               "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**sizes)),
               "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=8))}
     torch.manual_seed(0)
-    model = models[family]()
+    model = models[family]() if family in models else model_with_biases(family, **sizes)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in [*model.parameters(), *biases_of(model).values()]:
             parameter.normal_(std=0.3)
     return model.eval()
 
@@ -74,10 +75,10 @@ class TrainFromWeights(TrainingRuns):
         return [line["loss"] for line in lines[1:-1]], output
 
     def test_the_first_loss_of_each_family_is_that_of_the_package_on_any_mesh(self):
-        for family in ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"):
+        for family in ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", *CLASSES):
             model, folder = self.saved(family)
             meshes = [("dp_shard=2",), ("tp=2", "--sequence-parallel"), ("dp_shard=2,cp=2", "--strategy", "zero2")]
-            if family in ("mixtral", "qwen3_moe"):
+            if family in ("mixtral", "qwen3_moe", *CLASSES):
                 meshes.append(("dp_shard=2", "--expert-ranks", "2"))
             for mesh in meshes:
                 losses, output = self.losses_from(folder, "--steps", "1", "--mesh", *mesh)

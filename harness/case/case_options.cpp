@@ -77,6 +77,7 @@ std::vector<OptionRow> rows_of_cases() {
        /*draws_apart=*/true},
       {"unit_mesh", &O::unit_mesh, {}, {1}, 0.2, 0, /*draws_apart=*/true},
       {"ep", &O::ep, {}, {2, 3, 4, 8, 8, 8}, 0.7, 1, /*draws_apart=*/true},
+      {"etp", &O::etp, {}, {1}, 0.9, 0, /*draws_apart=*/true},
       {"strided", &O::strided, {}, {1}, 0.3, 0, /*draws_apart=*/true},
       {"fingerprint", &O::fingerprint, {}, {1}, 0.5, 0, /*draws_apart=*/true},
       {"passes",

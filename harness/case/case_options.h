@@ -45,6 +45,7 @@ struct CaseOptions {
   int64_t unit_strategy = 0;
   int64_t unit_mesh = 0;
   int64_t ep = 1;                  // so many ranks share the experts of a layer; fewer where the mesh has not as many
+  int64_t etp = 0;                 // ranks along tp hold slices of experts
   int64_t strided = 0;             // the model's input, and the gradient of its output, are dense and not contiguous
   int64_t fingerprint = 0;         // ranks compare fingerprints after each step
   // Whether forwards of a step's microbatches come before their backwards; alternating: two are open at a time (1F1B).

@@ -99,6 +99,8 @@ void validate_axes(const Case& c) {
   };
   SHARD_REQUIRE(o.sequence_parallel == 0 || (any_has(axes::tp) && c.model.of_tokens()), "case",
                 "sp splits the sequence of a gpt or a llama over the mesh axis tp");
+  SHARD_REQUIRE(o.etp == 0 || (any_has(axes::tp) && c.model.kind == Kind::llama && c.model.llama.experts > 0), "case",
+                "etp cuts the experts of a llama over the mesh axis tp; write experts=4 and an axis tp, or leave etp out");
   SHARD_REQUIRE(o.overlap_pieces >= 1, "case", "overlap_pieces={} must be at least 1", o.overlap_pieces);
   SHARD_REQUIRE(o.overlap_pieces == 1 || any_has(axes::tp), "case",
                 "overlap_pieces cuts the products of layers that are cut over the mesh axis tp");
@@ -232,11 +234,6 @@ void validate_mode(const Case& c) {
   }
   SHARD_REQUIRE(o.arithmetic == 0 || c.model.kind != Kind::gpt || !c.model.gpt.tanh_gelu, "case",
                 "arithmetic=canonical has the exact GELU; leave out tanh_gelu");
-  const golden::Llama& m = c.model.llama;
-  SHARD_REQUIRE(o.arithmetic == 0 || (m.expert_balance == 0 && m.expert_z == 0 && m.expert_bias == 0), "case",
-                "arithmetic=canonical has no losses and biases of routers; leave out expert_balance={} expert_z={} "
-                "expert_bias={}",
-                m.expert_balance, m.expert_z, m.expert_bias);
   SHARD_REQUIRE(o.arithmetic == 0 || (c.mode == Mode::canonical && (c.model.kind == Kind::mlp || c.model.of_tokens())), "case",
                 "arithmetic=canonical needs the mode canonical, and an mlp, a gpt or a llama");
   if (c.mode != Mode::exact) return;
@@ -297,12 +294,37 @@ void validate_mixture(const golden::Llama& m) {
     SHARD_REQUIRE(std::isfinite(value) && value >= 0, "case",
                   "llama: expert_balance={}, expert_z={}, expert_bias={} and expert_capacity={} must not be below 0",
                   m.expert_balance, m.expert_z, m.expert_bias, m.expert_capacity);
+  SHARD_REQUIRE(std::isfinite(m.expert_lean), "case", "llama: expert_lean={} must be finite", m.expert_lean);
   SHARD_REQUIRE(m.experts % m.expert_groups == 0 && m.groups_per_token <= m.expert_groups, "case",
                 "llama: expert_groups={} must divide experts={} and be no less than groups_per_token={}", m.expert_groups,
                 m.experts, m.groups_per_token);
   const int64_t available = m.experts / m.expert_groups * m.groups_per_token;
   SHARD_REQUIRE(m.experts_per_token <= available, "case", "llama: top_k={} must be at most the {} experts of a token's groups",
                 m.experts_per_token, available);
+}
+
+void validate_latents(const golden::Llama& m) {
+  const int64_t head = m.head();
+  SHARD_REQUIRE(m.rotary_size >= 0 && m.rotary_size <= head && m.rotary_size % 2 == 0, "case",
+                "llama: rotary_size={} must be even and at most the {} features of a head; 0 is all of them", m.rotary_size,
+                head);
+  SHARD_REQUIRE(
+      m.kv_rank > 0 || (m.kv_rank == 0 && m.query_rank == 0 && m.value_size == 0 && !m.interleaved && !m.rope_yarn), "case",
+      "llama: kv_rank={} and query_rank={} value_size={}, or interleaved or rope_yarn, which are of latent attention; write "
+      "kv_rank=8, or leave them out",
+      m.kv_rank, m.query_rank, m.value_size);
+  SHARD_REQUIRE((m.rope_mscale == 0 || m.rope_yarn) && std::isfinite(m.rope_mscale) && m.rope_mscale >= 0, "case",
+                "llama: rope_mscale={} must not be below 0, and is of rope_yarn", m.rope_mscale);
+  if (m.kv_rank == 0) return;
+  require_sizes(Kind::llama, {{"kv_rank", m.kv_rank}});
+  SHARD_REQUIRE(m.heads == m.kv_heads && !m.qk_norm && !m.qkv_bias && m.turning() < head, "case",
+                "llama: latent attention (kv_rank={}) has as many kv_heads={} as heads={}, neither qk_norm nor qkv_bias, and a "
+                "rotary_size={} below the {} features of a head",
+                m.kv_rank, m.kv_heads, m.heads, m.turning(), head);
+  SHARD_REQUIRE(m.query_rank >= 0 && m.query_rank <= kSizeMax && m.value_size >= 0 && m.value_size <= head, "case",
+                "llama: query_rank={} must not be below 0, and value_size={} at most the {} features of a head", m.query_rank,
+                m.value_size, head);
+  SHARD_REQUIRE(!m.rope_yarn || m.theta > 1, "case", "llama: with rope_yarn theta={} must be above 1", m.theta);
 }
 
 void validate(const golden::Llama& m) {
@@ -331,6 +353,7 @@ void validate(const golden::Llama& m) {
   SHARD_REQUIRE((m.head_size > 0 || m.hidden % (2 * m.heads) == 0) && m.heads % m.kv_heads == 0, "case",
                 "llama: hidden={} must be a multiple of twice heads={}, and heads of kv_heads={}. Choose hidden={} or heads={}",
                 m.hidden, m.heads, m.kv_heads, (m.hidden / (2 * m.heads) + 1) * 2 * m.heads, m.kv_heads);
+  validate_latents(m);
   validate_mixture(m);
 }
 
@@ -397,6 +420,9 @@ void validate(const Case& c) {
     SHARD_REQUIRE(step.rounds >= 1 && step.sync_every >= 1 && step.lr_percent >= 0 && step.frozen >= 0, "case",
                   "accumulate({}) and sync({}) must be at least 1, lr({}) and freeze({}) at least 0", step.rounds,
                   step.sync_every, step.lr_percent, step.frozen);
+    SHARD_REQUIRE(step.rounds == 1 || c.model.llama.balance_over == golden::Llama::BalanceOver::sequence, "case",
+                  "expert_balance_over=step has one forward in a step, which sees all of its tokens; leave out accumulate({})",
+                  step.rounds);
     SHARD_REQUIRE(frozen_parameters(c, step).size() < golden::parameter_shapes(model_of(c)).size(), "case",
                   "freeze({}) freezes all", step.frozen);
   }

@@ -88,21 +88,44 @@ void generate_family(Chooser choose, golden::Model& model) {
   model.llama.rope_positions = choose.one_of<int64_t>({20, 200, 8192});
 }
 
+// The attention of DeepSeek-V3, and that of GLM-4.5, of whose heads a part turns. Drawn apart as well. Narrow norms are hard to
+// judge, as are sums over the heads of one key.
+void generate_latents(Chooser choose, golden::Model& model, Mode mode) {
+  golden::Llama& m = model.llama;
+  if (model.kind != golden::Model::Kind::llama || m.head() < 4 || !choose.chance(0.35)) return;
+  m.rotary_size = 2 * choose.integer(1, m.head() / 2 - 1);
+  if (choose.chance(0.3)) return;
+  const int64_t least = mode == Mode::fast ? 4 : 1;
+  m.kv_heads = m.heads;
+  m.qk_norm = m.qkv_bias = false;
+  m.kv_rank = choose.integer(least, 7);
+  if (choose.chance(0.6)) m.query_rank = choose.integer(least, 7);
+  if (choose.chance(0.6)) m.value_size = choose.integer(1, m.head());
+  m.interleaved = choose.chance(0.6);
+  if (m.rope_factor == 1 || !choose.chance(0.6)) return;
+  m.rope_yarn = true;
+  m.rope_mscale = choose.one_of<double>({0, 0.5, 1});
+}
+
 // Which keys a query sees. Drawn apart as well.
 void generate_sight(Chooser choose, golden::Model& model, Mode mode) {
   golden::Llama& m = model.llama;
   if (model.kind != golden::Model::Kind::llama) return;
+  // Of a query that sees itself alone, gradients of scores are roundings, which no tolerance can judge.
   if (choose.chance(0.3)) {
-    // Of a query that sees itself alone, gradients of scores are roundings, which no tolerance can judge.
     const int64_t least = mode == Mode::fast ? 2 : 1;
     m.window = choose.integer(least, std::max(least, m.positions - 1));
     if (choose.chance(0.4)) m.full_layers = choose.integer(0, m.layers - 1);
   }
-  if (choose.chance(0.3)) m.document_end = choose.integer(0, std::min<int64_t>(m.vocab, 4) - 1);
+  if (choose.chance(0.3) && (mode != Mode::fast || has_long_documents(m)))
+    m.document_end = choose.integer(0, std::min<int64_t>(m.vocab, 4) - 1);
 }
 
 void generate_balance(Chooser& choose, golden::Llama& m) {
-  if (choose.chance(0.4)) m.expert_balance = choose.one_of<double>({0.01, 0.5});
+  if (choose.chance(0.4)) {
+    m.expert_balance = choose.one_of<double>({0.01, 0.5});
+    if (choose.chance(0.5)) m.balance_over = golden::Llama::BalanceOver::step;
+  }
   if (choose.chance(0.3)) m.expert_z = choose.one_of<double>({0.001, 0.25});
   if (choose.chance(0.4)) m.expert_bias = choose.one_of<double>({0.001, 0.5});
 }
@@ -111,23 +134,25 @@ void generate_experts(Chooser choose, Case& c) {
   using enum golden::Llama::Score;
   golden::Llama& m = c.model.llama;
   if (c.model.kind != golden::Model::Kind::llama) return;
-  if (!choose.chance(0.35)) return;
-  m.experts = choose.integer(1, c.options.arithmetic != 0 ? 2 : 6);  // plain loops are slow
+  if (!choose.chance(c.mode == Mode::fast ? 0.7 : 0.5)) return;
+  const bool slow = c.options.arithmetic != 0;  // plain loops
+  m.experts = slow ? choose.integer(1, 4) : choose.one_of<int64_t>({1, 2, 3, 4, 4, 5, 6, 6});
   m.expert_width = choose.integer(2, 6);
   if (choose.chance(0.4)) m.shared_width = choose.integer(1, 6);
-  if (choose.chance(0.4)) m.dense_layers = choose.integer(0, m.layers - 1);
+  if (m.layers > 1 && choose.chance(0.7)) m.dense_layers = choose.integer(1, m.layers - 1);
   m.score = choose.one_of<golden::Llama::Score>({softmax, chosen_softmax, sigmoid});
   m.normalized = choose.chance(0.6);
   if (choose.chance(0.3)) m.expert_scale = choose.one_of<double>({0.5, 2.5});
-  if (m.experts % 2 == 0 && choose.chance(0.4)) {
-    m.expert_groups = choose.one_of<int64_t>({2, m.experts});
-    m.groups_per_token = choose.integer(1, m.expert_groups);
+  if (m.experts % 2 == 0 && choose.chance(0.6)) {
+    m.expert_groups = choose.one_of<int64_t>({2, 2, m.experts});
+    const bool all = choose.chance(0.2);  // which are as one group
+    m.groups_per_token = all ? m.expert_groups : choose.integer(1, m.expert_groups - 1);
   }
   m.experts_per_token = choose.integer(1, std::min<int64_t>(3, m.experts / m.expert_groups * m.groups_per_token));
-  if (c.options.arithmetic == 0) generate_balance(choose, m);
+  generate_balance(choose, m);
   // A number over itself is 1: what is left of its gradient are roundings, which no tolerance can judge.
   if (c.mode == Mode::fast && m.experts_per_token == 1) m.normalized = false;
-  if (c.mode == Mode::fast && m.experts == 1) m.expert_balance = 0;
+  if (c.mode == Mode::fast && m.experts == 1) m.expert_balance = 0, m.balance_over = golden::Llama::BalanceOver::sequence;
 }
 
 // A norm over few values, as small images have, is as hard to judge as a narrow layer norm.
@@ -165,8 +190,8 @@ golden::Model generate_model(Chooser& choose, Mode mode, bool parallel) {
   const bool plain = mode != Mode::canonical;
   if (parallel) return choose.chance(0.2) ? generate_mlp(choose, false) : generate_language_model(choose, mode);
   const double kind = choose.unit();
-  if (kind < 0.3) return generate_mlp(choose, false);
-  if (kind < 0.5) return generate_gpt(choose, mode == Mode::fast ? 4 : 1, 3, plain);
+  if (kind < 0.25) return generate_mlp(choose, false);
+  if (kind < 0.4) return generate_gpt(choose, mode == Mode::fast ? 4 : 1, 3, plain);
   if (kind < 0.65) return generate_llama(choose, mode == Mode::fast ? 4 : 2);
   if (kind < 0.8) return generate_conv(choose, mode != Mode::fast);
   return generate_odd(choose);
@@ -256,6 +281,7 @@ Mesh generate_parallel_mesh(Chooser& choose, Limits limits, const std::string& s
 void fit_heads(golden::Llama& m, int64_t ranks) {
   const int64_t head = m.hidden / m.heads;
   int64_t group = m.heads / m.kv_heads;
+  while (m.kv_rank > 0 && !all_get_some(m.kv_heads, ranks)) ++m.kv_heads;
   while (m.kv_heads < ranks && ranks % m.kv_heads != 0) --m.kv_heads;
   while (m.kv_heads >= ranks && !all_get_some(m.kv_heads, ranks)) ++m.kv_heads;
   while (m.kv_heads < ranks && m.kv_heads * group % ranks != 0) ++group;
@@ -303,6 +329,7 @@ std::vector<StepPlan> generate_history(Chooser& choose, const Case& c) {
   const bool discards = !exact && choose.chance(0.2);
   for (StepPlan& step : steps) {
     if (accumulates) step.rounds = choose.one_of<int64_t>({1, 2, 3, 3, 4});
+    if (c.model.llama.balance_over == golden::Llama::BalanceOver::step) step.rounds = 1;
     if (skips_sync) step.sync_every = choose.one_of<int64_t>({1, 2, 3});
     if (freezes && choose.chance(0.6)) step.frozen = choose.integer(1, 9);
     if (changes_lr) step.lr_percent = choose.one_of<int64_t>({100, 50, 0, 200});
@@ -370,6 +397,12 @@ void try_capacity(Chooser choose, Case& c) {
   try_change(c, [&] { c.model.llama.expert_capacity = choose.one_of<double>({0.5, 1, 1.25}); });
 }
 
+// Biases of routers that begin with values, as those of a trained model do.
+void try_lean(Chooser choose, Case& c) {
+  if (c.model.kind != golden::Model::Kind::llama || c.model.llama.experts < 2 || !choose.chance(0.25)) return;
+  try_change(c, [&] { c.model.llama.expert_lean = choose.one_of<double>({-0.25, 0.125}); });
+}
+
 // In low precision and `fast` mode, where a tolerance has to judge.
 void fit_to_roundings(Case& c) {
   c.optimizer.eps = 0.01;  // roundings are larger, as with cut layers
@@ -415,6 +448,7 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     const bool with_context = given && limits.mesh->has(axes::cp);
     c.model = with_context ? generate_language_model(choose, c.mode) : generate_model(choose, c.mode, parallel);
     generate_family(Chooser(Draws(seed, "family").at(index)), c.model);
+    generate_latents(Chooser(Draws(seed, "latents").at(index)), c.model, c.mode);
     generate_sight(Chooser(Draws(seed, "sight").at(index)), c.model, c.mode);
     c.mesh = parallel && !given ? generate_parallel_mesh(choose, limits, c.strategy, c.model.of_tokens())
                                 : generate_mesh(choose, limits, c.strategy);
@@ -444,6 +478,7 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     bring_together(Chooser(Draws(seed, "together").at(index)), c);
     mix(Chooser(Draws(seed, "mix").at(index)), c, limits);
     try_capacity(Chooser(Draws(seed, "capacity").at(index)), c);
+    try_lean(Chooser(Draws(seed, "lean").at(index)), c);
     if (c.mode == fast && c.options.compute != fp32) fit_to_roundings(c);
     bound_work(Chooser(Draws(seed, "work").at(index)), c);
   }

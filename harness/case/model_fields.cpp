@@ -205,6 +205,16 @@ golden::Llama with_window(golden::Llama m, int64_t window) {
   return m;
 }
 
+// Without latents nothing can be said of them.
+golden::Llama with_latents(golden::Llama m, int64_t rank) {
+  m.kv_rank = rank;
+  if (rank > 0) return m;
+  m.rotary_size = m.query_rank = m.value_size = 0;
+  m.interleaved = m.rope_yarn = false;
+  m.rope_mscale = 0;
+  return m;
+}
+
 Fields llama_fields() {
   return Table(&Model::llama)
       .sizes({{"layers", &golden::Llama::layers},
@@ -225,6 +235,13 @@ Fields llama_fields() {
       .number("rope_low", &golden::Llama::rope_low)
       .number("rope_high", &golden::Llama::rope_high)
       .sizes({{"rope_positions", &golden::Llama::rope_positions, nullptr, 1, /*may_be_left_out=*/true}})
+      .flag("rope_yarn", &golden::Llama::rope_yarn)
+      .number("rope_mscale", &golden::Llama::rope_mscale)
+      .count("rotary_size", &golden::Llama::rotary_size, 0, with<&golden::Llama::rotary_size>)
+      .count("kv_rank", &golden::Llama::kv_rank, 0, with_latents)
+      .count("query_rank", &golden::Llama::query_rank, 0, with<&golden::Llama::query_rank>)
+      .count("value_size", &golden::Llama::value_size, 0, with<&golden::Llama::value_size>)
+      .flag("interleaved", &golden::Llama::interleaved)
       .count("window", &golden::Llama::window, 0, with_window)
       .count("full_layers", &golden::Llama::full_layers, 0, with<&golden::Llama::full_layers>)
       .count("document_end", &golden::Llama::document_end, -1, with<&golden::Llama::document_end>)
@@ -239,8 +256,10 @@ Fields llama_fields() {
       .count("expert_groups", &golden::Llama::expert_groups, 1, with<&golden::Llama::expert_groups>)
       .count("groups_per_token", &golden::Llama::groups_per_token, 1, with<&golden::Llama::groups_per_token>)
       .number("expert_balance", &golden::Llama::expert_balance)
+      .choice("expert_balance_over", &golden::Llama::balance_over, {"sequence", "step"})
       .number("expert_z", &golden::Llama::expert_z)
       .number("expert_bias", &golden::Llama::expert_bias)
+      .number("expert_lean", &golden::Llama::expert_lean)
       .number("expert_capacity", &golden::Llama::expert_capacity)
       .fields();
 }

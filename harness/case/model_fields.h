@@ -28,7 +28,8 @@ const std::vector<ModelField>& model_fields(golden::Model::Kind kind);
 template <class Llama>
 auto expert_fields(Llama& m) {
   return std::tie(m.experts_per_token, m.expert_width, m.shared_width, m.dense_layers, m.score, m.normalized, m.expert_scale,
-                  m.expert_groups, m.groups_per_token, m.expert_balance, m.expert_z, m.expert_bias, m.expert_capacity);
+                  m.expert_groups, m.groups_per_token, m.expert_balance, m.expert_z, m.expert_bias, m.expert_capacity,
+                  m.expert_lean, m.balance_over);
 }
 
 // Numbers from `least` to below `value`: the least, one halfway, and the one before.

@@ -210,6 +210,13 @@ golden::Llama llama_of(const LlamaOptions& o, int64_t positions) {
                      .rope_low = o.rope_scaling.low_turns,
                      .rope_high = o.rope_scaling.high_turns,
                      .rope_positions = o.rope_scaling.positions,
+                     .rope_yarn = o.rope_scaling.yarn,
+                     .rope_mscale = o.rope_scaling.mscale,
+                     .rotary_size = o.rotary_size,
+                     .kv_rank = o.kv_rank,
+                     .query_rank = o.query_rank,
+                     .value_size = o.value_size,
+                     .interleaved = o.rope_interleaved,
                      .window = o.window,
                      .full_layers = o.full_layers,
                      .document_end = o.document_end};
@@ -226,8 +233,10 @@ golden::Llama llama_of(const LlamaOptions& o, int64_t positions) {
   m.expert_groups = router.groups;
   m.groups_per_token = router.groups_per_token;
   m.expert_balance = router.balance_loss;
+  m.balance_over = static_cast<golden::Llama::BalanceOver>(router.balance_over);
   m.expert_z = router.z_loss;
   m.expert_bias = router.bias_rate;
+  m.expert_lean = router.bias;  // there is one, and its values are those of the weights
   m.expert_capacity = router.capacity;
   return m;
 }
@@ -283,7 +292,12 @@ LlamaOptions llama_options(const golden::Llama& m) {
                     .window = m.window,
                     .full_layers = m.full_layers,
                     .document_end = m.document_end,
-                    .rope_scaling = {m.rope_factor, m.rope_low, m.rope_high, m.rope_positions}};
+                    .rope_scaling = {m.rope_factor, m.rope_low, m.rope_high, m.rope_positions, m.rope_yarn, m.rope_mscale},
+                    .rotary_size = m.rotary_size,
+                    .kv_rank = m.kv_rank,
+                    .query_rank = m.query_rank,
+                    .value_size = m.value_size,
+                    .rope_interleaved = m.interleaved};
   if (m.experts == 0) return o;
   o.router = {.experts = m.experts,
               .experts_per_token = m.experts_per_token,
@@ -293,8 +307,10 @@ LlamaOptions llama_options(const golden::Llama& m) {
               .groups = m.expert_groups,
               .groups_per_token = m.groups_per_token,
               .balance_loss = m.expert_balance,
+              .balance_over = static_cast<BalanceOver>(m.balance_over),
               .z_loss = m.expert_z,
               .bias_rate = m.expert_bias,
+              .bias = m.expert_lean != 0,
               .capacity = m.expert_capacity};
   o.expert_intermediate = m.expert_width;
   o.shared_intermediate = m.shared_width;

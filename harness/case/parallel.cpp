@@ -41,7 +41,8 @@ ParallelPlan mlp_plan(const Case& c) {
 ParallelPlan plan_of_llama(const Case& c) {
   ParallelPlan plan;
   if (c.tensor_ranks() > 1) plan = llama_plan(llama_options(c.model.llama), c.tensor_ranks(), c.options.sequence_parallel != 0);
-  if (expert_ranks(c) > 1) plan.styles.emplace_back("model.layers.*.mlp.experts", ExpertParallel{expert_ranks(c)});
+  const ExpertParallel experts{.ranks = expert_ranks(c), .cut_inside = c.options.etp != 0 && c.tensor_ranks() > 1};
+  if (experts.ranks > 1 || experts.cut_inside) plan.styles.emplace_back("model.layers.*.mlp.experts", experts);
   return plan;
 }
 
@@ -56,6 +57,7 @@ int64_t copies_by(const ParallelStyle& style, const std::string& parameter, int6
   if (const auto* column = std::get_if<ColumnParallel>(&style))
     return copies_held(split_in_segments(axes::tp, column->segments), ranks);
   if (std::holds_alternative<VocabParallel>(style)) return 1;
+  if (const auto* experts = std::get_if<ExpertParallel>(&style)) return experts->cut_inside;
   return std::holds_alternative<RowParallel>(style) && parameter.ends_with("weight");
 }
 
@@ -74,13 +76,17 @@ ParallelPlan parallel_plan(const Case& c) {
 
 void require_expert_ranks(const Case& c, const char* command) {
   const int64_t ranks = c.options.ep;
-  if (ranks == 1) return;
+  if (ranks == 1 && c.options.etp == 0) return;
   const bool has_experts = c.model.kind == golden::Model::Kind::llama && c.model.llama.experts > 0;
+  const std::string option = ranks > 1 ? fmt::format("--expert-ranks {}", ranks) : "--cut-experts";
   if (!has_experts)
-    throw shardproof::Error(
-        fmt::format("[{}] --expert-ranks {} needs a llama with experts, as in --model "
-                    "'llama(..,experts=8,top_k=2,expert_width=64)'",
-                    command, ranks));
+    throw shardproof::Error(fmt::format(
+        "[{}] {} needs a llama with experts, as in --model 'llama(..,experts=8,top_k=2,expert_width=64)'", command, option));
+  if (c.options.etp != 0 && c.tensor_ranks() == 1)
+    throw shardproof::Error(fmt::format(
+        "[{}] --cut-experts cuts experts along the mesh axis tp, and mesh '{}' has no ranks along it; add tp=2 to it, or leave "
+        "--cut-experts out",
+        command, c.mesh.str()));
   if (expert_ranks(c) != ranks)
     throw shardproof::Error(
         fmt::format("[{}] --expert-ranks {} on mesh '{}': so many ranks cannot share experts there. Their number has to divide "

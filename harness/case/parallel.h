@@ -14,7 +14,8 @@ namespace harness {
 // row-parallel layer, layers alone that gather or cut for themselves, and layers that stay whole.
 shardproof::ParallelPlan parallel_plan(const Case& c);
 
-// Throws Error when not as many ranks as `ep` says can share experts. `command`: the one whose option --expert-ranks that is.
+// Throws Error when not as many ranks as `ep` says can share experts, or there is nothing that `etp` could cut. `command`: the
+// one whose options --expert-ranks and --cut-experts these are.
 void require_expert_ranks(const Case& c, const char* command);
 
 shardproof::ContextOptions context_options(const Case& c);

@@ -1,9 +1,11 @@
 #include "harness/case/together.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "harness/case/axes.h"
 #include "shardproof/algebra/strategy.h"
+#include "shardproof/parallel/context/context_parallel.h"
 
 namespace harness {
 namespace {
@@ -72,9 +74,9 @@ void normalise_cut_heads(Chooser& choose, Case& c) {
   if (choose.chance(0.5)) try_change(c, [&] { c.options.sequence_parallel = 0; });
 }
 
-// A collective that averages needs groups of 1, 2, 4, ... ranks, and losses that are means.
+// A collective that averages needs groups of 1, 2, 4, ... ranks, and losses that are means. Groups of experts are others.
 void average_in_collectives(Chooser& choose, Case& c) {
-  if (c.data_ranks() == 1 || !choose.chance(0.04)) return;
+  if (c.data_ranks() == 1 || !choose.chance(c.model.llama.experts > 0 ? 0.5 : 0.04)) return;
   try_change(c, [&] {
     c.options.loss = loss_mean;
     c.options.divide = divide_collective;
@@ -85,16 +87,17 @@ void average_in_collectives(Chooser& choose, Case& c) {
 // that are widened before.
 void narrow_the_wire(Chooser& choose, Case& c) {
   if (c.options.reduce == fp32) return;
-  const bool waits = choose.chance(0.8), freezes = choose.chance(0.25), widens = choose.chance(0.3);
+  const bool waits = choose.chance(0.8), freezes = choose.chance(0.3), widens = choose.chance(0.3);
   const int64_t frozen = choose.integer(1, 9);
   if (waits) try_change(c, [&] { c.steps.back().rounds = c.steps.back().sync_every = 4; });
   if (freezes) try_change(c, [&] { c.steps.front().frozen = frozen; });
   if (widens) try_change(c, [&] { c.options.float32_sums = 1; });
 }
 
-// What a unit keeps after a step is wrong in the next one.
+// What a unit keeps after a step is wrong in the next one. Of experts fewer neighbours hold the same ones.
 void keep_over_steps(Chooser& choose, Case& c) {
-  if (splits_parameters(c) && choose.chance(0.1)) try_change(c, [&] { c.options.reshard = 2; });
+  const double often = c.model.llama.experts > 0 ? 0.4 : 0.1;
+  if (splits_parameters(c) && choose.chance(often)) try_change(c, [&] { c.options.reshard = 2; });
   const bool keeps = c.options.reshard != 1 || c.options.of("reshard_after_backward") == 0;
   if (keeps && c.steps.size() == 1 && choose.chance(0.7)) try_change(c, [&] { c.steps.emplace_back(); });
 }
@@ -135,17 +138,69 @@ void overflow(Chooser& choose, Case& c) {
 // Experts on several ranks. In the mode ordered these are all along dp_shard, and rounds or dtypes may stand in the way.
 void share_experts(Chooser& choose, Case& c) {
   const int64_t ranks = c.shards();
-  if (c.model.llama.experts == 0 || ranks == 1 || expert_ranks(c) > 1 || !choose.chance(0.95)) return;
-  try_change(c, [&] { c.options.ep = ranks; });
-  if (c.options.ep == ranks) return;
+  if (c.model.llama.experts == 0) return;
+  if (ranks > 1 && expert_ranks(c) == 1 && choose.chance(0.95)) {
+    try_change(c, [&] { c.options.ep = ranks; });
+    if (c.options.ep != ranks)
+      try_change(c, [&] {
+        c.options.ep = ranks;
+        c.options.compute = c.options.gradient = fp32;  // a narrow wire is rare enough
+        for (StepPlan& step : c.steps) step.rounds = step.sync_every = 1;
+      });
+  }
+  // Where pairs of ranks hold the same experts, fewer neighbours can keep those than keep all else after a forward.
+  const int64_t all = ranks * c.context_ranks();
+  if (c.mode != Mode::ordered && all % 2 == 0 && all > 2 && splits_parameters(c) && choose.chance(0.8))
+    try_change(c, [&] { c.options.ep = all / 2, c.options.reshard = all; });
+}
+
+// A checkpoint of experts, of which each rank has to get its own back.
+void load_experts(Chooser& choose, Case& c) {
+  if (!choose.chance(0.5) || c.model.llama.experts == 0) return;
   try_change(c, [&] {
-    c.options.ep = ranks;
-    c.options.compute = c.options.gradient = fp32;  // a narrow wire is rare enough
-    for (StepPlan& step : c.steps) step.rounds = step.sync_every = 1;
+    c.steps.emplace_back().save = true;
+    c.steps.emplace_back().load_strategy = c.strategy;
   });
 }
 
+// Attention to keys that other ranks have: heads and positions that come from where they are, and documents that end on the
+// ranks before. In a sequence this short one ends where the vocabulary is small. Experts are balanced over such a sequence.
+void attend_over_ranks(Chooser& choose, Case& c) {
+  if (c.context_ranks() == 1) return;
+  golden::Llama& m = c.model.llama;
+  const bool is_llama = c.model.kind == golden::Model::Kind::llama;
+  double& dropout = is_llama ? m.dropout : c.model.gpt.dropout;
+  const bool exchanges = choose.chance(0.4), balances = choose.chance(0.4), drops = choose.chance(0.4);
+  const bool ends = choose.chance(0.5), is_busy = choose.chance(0.7);
+  const int64_t end = choose.integer(0, 1), tokens = std::max<int64_t>(c.tensor_ranks(), 2) * choose.integer(1, 2);
+  constexpr auto kExchanged = static_cast<int64_t>(shardproof::ContextAttention::ulysses);
+  if (exchanges) try_change(c, [&] { c.options.context_attention = kExchanged; });
+  if (balances) try_change(c, [&] { c.options.context_contiguous = 0; });
+  if (drops && dropout == 0) try_change(c, [&] { dropout = 0.25; });
+  if (is_busy && m.experts > 1 && m.expert_balance == 0) try_change(c, [&] { m.expert_balance = 0.5; });
+  if (!is_llama || !ends || (c.mode == Mode::fast && !has_long_documents(m))) return;
+  try_change(c, [&] {
+    m.document_end = end;
+    if (c.mode != Mode::fast) m.vocab = tokens;
+  });
+}
+
+// Slices of experts, of all that there are and of those that ranks share.
+void cut_experts(Chooser& choose, Case& c) {
+  golden::Llama& m = c.model.llama;
+  if (c.model.kind != golden::Model::Kind::llama || c.tensor_ranks() == 1 || !choose.chance(0.7)) return;
+  const int64_t width = choose.integer(2, 5);
+  const bool shares = choose.chance(0.9);
+  if (m.experts == 0) try_change(c, [&] { m.experts = 4, m.experts_per_token = 2, m.expert_width = width; });
+  try_change(c, [&] { c.options.etp = 1; });
+  if (shares && expert_ranks(c) == 1) try_change(c, [&] { c.options.ep = c.shards(); });
+}
+
 }  // namespace
+
+bool has_long_documents(const golden::Llama& llama) {
+  return llama.vocab >= 8 && llama.positions >= 4;
+}
 
 void bring_together(Chooser choose, Case& c) {
   save_cut_adapters(choose, c);
@@ -161,6 +216,9 @@ void bring_together(Chooser choose, Case& c) {
   narrow_the_wire(choose, c);
   keep_over_steps(choose, c);
   share_experts(choose, c);
+  attend_over_ranks(choose, c);
+  load_experts(choose, c);
+  cut_experts(choose, c);
 }
 
 }  // namespace harness

@@ -54,7 +54,7 @@ Projections projections_of(const CheckpointArguments& arguments) {
   return Projections::separate;
 }
 
-// The shapes of the parameters that the library's model has.
+// The shapes of what the library's model has: parameters, and biases of routers.
 WeightShapes shapes_of_model(const HuggingFaceModel& described) {
   WeightShapes shapes;
   shardproof::MetaInit on_meta;
@@ -63,7 +63,8 @@ WeightShapes shapes_of_model(const HuggingFaceModel& described) {
     module = shardproof::Gpt(*gpt).ptr();
   else
     module = shardproof::Llama(std::get<shardproof::LlamaOptions>(described.options)).ptr();
-  for (const auto& item : module->named_parameters()) shapes[item.key()] = item.value().sizes().vec();
+  for (const auto& list : {module->named_parameters(), module->named_buffers()})
+    for (const auto& item : list) shapes[item.key()] = item.value().sizes().vec();
   return shapes;
 }
 
@@ -128,7 +129,7 @@ CheckpointSource::MakeRecipes recipes_in(const CheckpointArguments& arguments) {
       found[name] = source.made_by(name, *recipe).sizes;
       for (const WeightPart& part : recipe->parts) unused.erase(part.name);
     }
-    std::erase_if(unused, [&](const auto& item) { return is_no_weight(arguments.family, item.first); });
+    std::erase_if(unused, [&](const auto& item) { return is_no_weight(arguments.family, item.first, parameters); });
     found.merge(unused);
     require_parameters(source.path(), described, found);
     if (is_tied(described) && stored.contains(kHead))

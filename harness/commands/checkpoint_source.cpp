@@ -61,7 +61,8 @@ CheckpointSource::CheckpointSource(std::string path, const MakeRecipes& recipes,
   if (recipes) make(recipes(*this));
   if (!dtype) return;
   for (auto& [name, spec] : tensors_)
-    if (at::isFloatingType(spec.dtype)) spec.dtype = checkpoint_.tensors[name].dtype = dtype->dtype;
+    if (at::isFloatingType(spec.dtype) && !shardproof::checkpoint::is_router_bias(name))
+      spec.dtype = checkpoint_.tensors[name].dtype = dtype->dtype;
 }
 
 void CheckpointSource::make(const Recipes& recipes) {

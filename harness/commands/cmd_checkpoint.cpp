@@ -32,8 +32,8 @@ void add_checkpoint_command(CLI::App& app, int& exit_code) {
       ->capture_default_str();
   convert->add_option(
       "--family", a->family,
-      "gpt2, llama, mistral, mixtral, qwen2, qwen3 or qwen3_moe: files of weights have the names of this family "
-      "in Hugging Face's transformers");
+      "gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, dots1, glm4_moe or deepseek_v3: files of weights have the "
+      "names of this family in Hugging Face's transformers");
   convert->add_option("--config", a->config,
                       "with --family: the config.json of the model, for a folder that from_pretrained opens; a checkpoint of "
                       "`train` says it itself");

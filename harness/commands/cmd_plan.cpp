@@ -27,7 +27,7 @@ constexpr double kShownAfter = 2;  // seconds
 struct Arguments {
   std::string model = "gpt(layers=12,hidden=768,heads=12,vocab=50257,positions=1024,tied=1)", mesh = "dp_shard=8";
   std::string strategy = "zero3", machine, json, calibrate;
-  bool sequence_parallel = false, lists = false, pieces = false, searches = false;
+  bool sequence_parallel = false, cut_experts = false, lists = false, pieces = false, searches = false;
   int64_t ranks = 8, overlap_pieces = 1, expert_ranks = 1, context_attention = 0;
   uint64_t memory_max = 0;
   DryRun run;
@@ -107,6 +107,7 @@ void run(Arguments& a) {
   dry.what.options.sequence_parallel = a.sequence_parallel;
   dry.what.options.overlap_pieces = a.overlap_pieces;
   dry.what.options.ep = a.expert_ranks;
+  dry.what.options.etp = a.cut_experts;
   dry.what.options.context_attention = a.context_attention;
   const bool is_conv = dry.what.model.kind == golden::Model::Kind::conv;
   SHARD_REQUIRE(!machine || runs_without_memory(dry), "plan",
@@ -163,6 +164,7 @@ void add_plan_command(CLI::App& app, int& exit_code) {
       ->add_option("--expert-ranks", a->expert_ranks, "so many neighbours along dp_shard share the experts of a llama's layers")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
+  command->add_flag("--cut-experts", a->cut_experts, "cut the experts of a llama's layers inside, along tp");
   command->add_flag("--recompute", a->run.recompute,
                     "keep no activations inside blocks, and compute them again in the backward");
   command->add_flag("--offload-activations", a->run.offload_activations,

@@ -128,6 +128,8 @@ void Coverage::add_model(const Case& c) {
   count("key heads fewer than tp", has_copied_heads(c));
   count("experts", c.model.kind == Kind::llama && c.model.llama.experts > 0);
   count("experts on several ranks", expert_ranks(c) > 1);
+  count("experts cut over tp", c.options.etp != 0 && c.tensor_ranks() > 1);
+  count("experts cut over tp and on several ranks", c.options.etp != 0 && c.tensor_ranks() > 1 && expert_ranks(c) > 1);
   count("experts with a capacity", c.model.kind == Kind::llama && c.model.llama.expert_capacity > 0);
   count("norms of cut heads", c.model.kind == Kind::llama && c.model.llama.qk_norm && c.tensor_ranks() > 1);
   count("biases of cut heads", c.model.kind == Kind::llama && c.model.llama.qkv_bias && c.tensor_ranks() > 1);

@@ -48,7 +48,7 @@ void add_engine_option(CLI::App& command, std::string& engine) {
   command
       .add_option("--engine", engine,
                   fmt::format("whose sharded training is run: shardproof's, one of {}, or that of a function of yours, as "
-                              "module:function, which takes a model and a mesh",
+                              "module:function, which takes a model and a mesh, and ep if it has a parameter of that name",
                               fmt::join(Engine::names(), ", ")))
       ->capture_default_str();
 }

@@ -39,7 +39,8 @@ TrainSchedule schedule_of(const TrainArguments& arguments) {
   return schedule;
 }
 
-// A checkpoint that the run goes on from says which model it is, and so do weights that it starts from. --model may repeat it.
+// A checkpoint that the run goes on from says which model it is, and so do weights that it starts from. --model may repeat it,
+// and add to weights what keeps experts busy.
 golden::Model named_model(const TrainArguments& arguments) {
   const std::string& weights = arguments.options.weights;
   const auto as_said = [&](const golden::Model& model, const std::string& source) {
@@ -47,7 +48,9 @@ golden::Model named_model(const TrainArguments& arguments) {
     return model;
   };
   if (const auto resumed = model_to_resume(arguments.options.checkpoints)) return as_said(resumed->model, resumed->folder);
-  return weights.empty() ? parse_model(arguments.model) : as_said(model_of_weights(weights), weights + "/config.json");
+  if (weights.empty()) return parse_model(arguments.model);
+  const golden::Model model = model_of_weights(weights);
+  return as_said(arguments.given("--model") ? with_busy_experts(model, arguments.model) : model, weights + "/config.json");
 }
 
 // --document-end is said of the data, so weights of any llama may be trained with it.
@@ -85,6 +88,7 @@ void add_model_options(CLI::App& app, TrainArguments& a) {
   app.add_option("--expert-ranks", o.expert_ranks, "so many neighbours along dp_shard share the experts of a llama's layers")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
+  app.add_flag("--cut-experts", o.cut_experts, "cut the experts of a llama's layers inside, along tp");
   app.add_option("--strategy", o.strategy, strategy_help())->capture_default_str();
 }
 

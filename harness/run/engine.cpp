@@ -28,6 +28,7 @@ struct Abilities {
   bool tensor = false;     // cuts the model over tp
   bool data = true;        // has data-parallel ranks
   bool precision = false;  // computes in low precision
+  bool one_axis = false;   // replicas and shards lie along one axis of its mesh
   std::string strategy_on(const Mesh& mesh) const { return !shards ? "ddp" : mesh.has(axes::dp_replicate) ? "hsdp" : "zero3"; }
 };
 
@@ -35,7 +36,8 @@ const std::vector<Abilities>& engines() {
   static const std::vector<Abilities> all = {{.name = "torch-ddp"},
                                              {.name = "torch-fsdp2", .shards = true, .precision = true},
                                              {.name = "torch-tp", .tensor = true, .data = false},
-                                             {.name = "torch-fsdp2-tp", .shards = true, .tensor = true}};
+                                             {.name = "torch-fsdp2-tp", .shards = true, .tensor = true},
+                                             {.name = "torch-fsdp2-ep", .shards = true, .one_axis = true}};
   return all;
 }
 
@@ -69,6 +71,8 @@ std::string why_not_model(const Abilities& engine, const Case& c) {
   if (c.model.kind == golden::Model::Kind::llama &&
       (m.expert_balance != 0 || m.expert_z != 0 || m.expert_bias != 0 || m.expert_capacity != 0))
     return "losses, biases and capacities of routers, which are the harness' own";
+  if (m.kv_rank != 0 || m.rotary_size != 0 || m.expert_lean != 0)
+    return "latent attention, heads of which a part turns, or biases of routers, which the models of Python have not";
   if (c.model.dropout() > 0) return "dropout, whose masks are the harness' own";
   if (c.optimizer.kind == Kind::lion || c.optimizer.kind == Kind::muon) return "an optimizer that torch.optim lacks";
   if (c.options.arithmetic != 0) return "canonical arithmetic";
@@ -121,6 +125,16 @@ CaseOptions options_of(const Abilities& engine, const CaseOptions& o) {
   return kept;
 }
 
+// Fewer ranks share experts than were drawn where not all would have equally many.
+void share_equally(Case& c) {
+  const auto is_equal = [&] {
+    for (size_t s = 0; s < c.steps.size(); ++s)
+      if (c.model.llama.experts % expert_ranks(c.at(s)) != 0) return false;
+    return true;
+  };
+  while (!is_equal()) --c.options.ep;
+}
+
 void give_strategy(const Abilities& engine, Case& c) {
   for (size_t s = 0; s < c.steps.size(); ++s)
     if (c.steps[s].loads()) c.steps[s].load_mesh = c.at(s).mesh;
@@ -145,7 +159,7 @@ std::string package_folder() {
 }
 
 nlohmann::ordered_json mesh_of(const Abilities& engine, const Case& c) {
-  if (engine.shards && c.mesh.has(axes::dp_replicate))
+  if (engine.shards && !engine.one_axis && c.mesh.has(axes::dp_replicate))
     return {{axes::dp_replicate, c.replicas()}, {axes::dp_shard, c.shards()}};
   if (!engine.tensor) return {{"dp", c.data_ranks()}};
   if (!engine.data) return {{axes::tp, c.tensor_ranks()}};
@@ -159,10 +173,13 @@ std::string setup_of(const Abilities& engine, const Case& c, const char* ranks) 
   nlohmann::ordered_json segments = nlohmann::json::array(), steps = nlohmann::json::array();
   for (size_t s = 0; s < c.steps.size(); ++s) {
     const StepPlan& plan = c.steps[s];
-    if (s == 0) segments.push_back({{"mesh", mesh_of(engine, c)}, {"first", 0}, {"last", 0}, {"load", nullptr}});
-    if (plan.loads())
+    const Case there = c.at(s);
+    const auto begin = [&](const nlohmann::ordered_json& load) {
       segments.push_back(
-          {{"mesh", mesh_of(engine, c.at(s))}, {"first", s}, {"last", s}, {"load", c.loaded_after(s) + 1}});
+          {{"mesh", mesh_of(engine, there)}, {"ep", expert_ranks(there)}, {"first", s}, {"last", s}, {"load", load}});
+    };
+    if (s == 0) begin(nullptr);
+    if (plan.loads()) begin(c.loaded_after(s) + 1);
     segments.back()["last"] = s + 1;
     nlohmann::ordered_json sync = nlohmann::json::array();
     for (int64_t round = 1; round <= plan.rounds; ++round)
@@ -270,8 +287,10 @@ Engine::Engine(std::string name)
     : name_(std::move(name)),
       threads_(std::make_unique<EngineRanks>(abilities_of(name_), "threads")),
       processes_(std::make_unique<EngineRanks>(abilities_of(name_), "processes")) {
-  const std::string reason = golden::why_not_engine(package_folder(), name_);
-  if (!reason.empty()) throw golden::EnvironmentError(fmt::format("--engine {} cannot run here: {}", name_, reason));
+  const golden::EngineFacts facts = golden::facts_of_engine(package_folder(), name_);
+  if (!facts.why_not.empty())
+    throw golden::EnvironmentError(fmt::format("--engine {} cannot run here: {}", name_, facts.why_not));
+  takes_ep_ = facts.takes_ep;
 }
 
 Engine::Fitted Engine::fit(const Case& drawn) const {
@@ -281,8 +300,10 @@ Engine::Fitted Engine::fit(const Case& drawn) const {
   for (const auto& why_not : {why_not_on, why_not_model, why_not_history})
     if (std::string reason = why_not(engine, c); !reason.empty()) return {drawn, std::move(reason), {}};
   c.options = options_of(engine, c.options);
+  if (takes_ep_) c.options.ep = drawn.options.ep;
   for (StepPlan& step : c.steps) step.unshard &= engine.shards;
   give_strategy(engine, c);
+  share_equally(c);
   try {
     validate(c);
   } catch (const shardproof::Error&) {

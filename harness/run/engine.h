@@ -38,6 +38,7 @@ class Engine {
 
  private:
   std::string name_;
+  bool takes_ep_ = false;  // it is told how many ranks share the experts of a layer
   std::unique_ptr<Ranks> threads_, processes_;
 };
 

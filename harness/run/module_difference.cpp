@@ -66,6 +66,7 @@ bool is_cut_in_one(const shardproof::ParallelPlan& plan, const std::string& modu
     if (!shardproof::name_matches(pattern, module)) continue;
     if (const auto* column = std::get_if<shardproof::ColumnParallel>(&style)) return column->segments.size() <= 1;
     if (const auto* row = std::get_if<shardproof::RowParallel>(&style)) return row->segments.size() <= 1;
+    if (const auto* experts = std::get_if<shardproof::ExpertParallel>(&style)) return !experts->cut_inside;
     return true;
   }
   return true;

@@ -72,6 +72,15 @@ class UsersStream {
   const c10::Stream before_;
 };
 
+// As golden runs begin.
+void begin_router_biases(torch::nn::Module& module, const golden::Llama& llama) {
+  if (llama.expert_lean == 0) return;
+  const at::NoGradGuard no_grad;
+  for (const auto& item : module.named_buffers())
+    if (item.key().ends_with("e_score_correction_bias"))
+      item.value().copy_(llama.expert_lean * (at::arange(llama.experts, at::kDouble).remainder(3) - 1));
+}
+
 // One rank through the history, or through what lies between two loads.
 class RankRun {
  public:
@@ -92,6 +101,7 @@ class RankRun {
         checkpoints_(checkpoints) {
     const Case& c = case_;
     const golden::Run& run = run_;
+    if (!resumes) begin_router_biases(*network_.module, run.model.llama);
     if (tracing_.ranks) watch_.emplace(*network_.module, [this] { return tracing_.last_collective(rank_); });
     if (run.ema > 0) ema_.emplace(sharded_, EmaOptions{.decay = run.ema});
     if (c.options.fingerprint) fingerprints_.emplace(sharded_, optimizer_);
@@ -447,6 +457,7 @@ ModuleTraces trace_modules(const Case& c, const golden::Run& run, size_t step) {
 MicrobatchTrace trace_unsharded(const golden::Model& model, const golden::Named& parameters, golden::Microbatch data) {
   const Network network = make_network(model);
   set_parameters(*network.module, parameters, 0);
+  begin_router_biases(*network.module, model.llama);
   if (model.canonical) {
     network.module->to(at::kDouble);
     if (data.input.is_floating_point()) data.input = data.input.to(at::kDouble);

@@ -175,8 +175,8 @@ FoundDifference validation_difference(const golden::Trainer& golden, const std::
 }
 
 void require_experts_can_be_shared(const TrainOptions& options, const Case& c) {
-  if (options.expert_ranks == 1) return;
   require_expert_ranks(c, "train");
+  if (options.expert_ranks == 1) return;
   const bool adds_rounds_first = shardproof::accumulates_before_reducing(shardproof::strategy(c.strategy)) &&
                                  options.global_batch > options.microbatch * c.data_ranks();
   SHARD_REQUIRE(!options.check || options.model.canonical || (expert_ranks(c) == c.shards() && !adds_rounds_first), "train",

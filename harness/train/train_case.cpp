@@ -10,6 +10,7 @@ Case train_case(const TrainOptions& options, const Stretch& stretch) {
   c.options.sequence_parallel = options.sequence_parallel;
   c.options.overlap_pieces = options.overlap_pieces;
   c.options.ep = options.expert_ranks;
+  c.options.etp = options.cut_experts;
   c.options.context_attention = options.context_attention;
   c.options.arithmetic = options.model.canonical;
   c.options.compute = options.bf16 ? bf16 : fp32;

@@ -39,6 +39,7 @@ struct TrainOptions {
   bool sequence_parallel = false;            // along tp
   int64_t overlap_pieces = 1;                // of products that are cut over tp
   int64_t expert_ranks = 1;                  // that share the experts of a layer
+  bool cut_experts = false;                  // inside, along tp
   int64_t context_attention = 0;             // a number of shardproof::ContextAttention
   std::string strategy = "zero3";
   golden::Optimizer optimizer;

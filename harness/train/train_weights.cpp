@@ -49,6 +49,15 @@ golden::Model model_of_weights(const std::string& folder) {
   return model;
 }
 
+golden::Model with_busy_experts(golden::Model model, const std::string& text) {
+  const golden::Llama given = parse_model(text).llama;
+  golden::Llama& m = model.llama;
+  std::tie(m.expert_balance, m.balance_over, m.expert_z, m.expert_capacity) =
+      std::tie(given.expert_balance, given.balance_over, given.expert_z, given.expert_capacity);
+  if (m.has_bias()) m.expert_bias = given.expert_bias;
+  return model;
+}
+
 void require_same_model(const std::string& text, const golden::Model& model, const std::string& source) {
   const golden::Model given = parse_model(text);
   SHARD_REQUIRE(given.kind == model.kind, "train", "--model is a {}, and {} is of a {}. Leave out --model",

@@ -13,6 +13,10 @@ namespace harness {
 // that the library does not have.
 golden::Model model_of_weights(const std::string& folder);
 
+// With what `text`, that of --model, says of losses and capacities of routers, which no config.json does; and of the rate of
+// their biases, where the model has these.
+golden::Model with_busy_experts(golden::Model model, const std::string& text);
+
 // Throws Error when `text`, that of --model, says something else than the model. It names what differs, and `source`, where the
 // model was read. What the text leaves out is as there.
 void require_same_model(const std::string& text, const golden::Model& model, const std::string& source);

@@ -22,7 +22,67 @@ HuggingFaceModel small_model(const std::string& family) {
 
 const Setup kShared{.dp = 2, .strategy = "zero3", .sharing = 2};
 
+constexpr const char* kBias = "model.layers.0.mlp.gate.e_score_correction_bias";
+
+HuggingFaceModel with_biases(const std::string& family) {
+  HuggingFaceModel model = small_model(family);
+  auto& options = std::get<LlamaOptions>(model.options);
+  options.shared_intermediate = 6;
+  options.qk_norm = family == "dots1";
+  options.router.score = RouterScore::sigmoid;
+  options.router.bias = true;
+  if (family != "deepseek_v3") return model;
+  options.kv_heads = options.heads;
+  options.kv_rank = 3;
+  options.query_rank = 2;
+  options.head_size = 6;
+  options.rotary_size = 2;
+  options.value_size = 5;
+  return model;
+}
+
 }  // namespace
+
+// They choose the experts of a trained model, so they come and go, in float32 whatever the weights are.
+TEST(ExpertWeights, of_routers_with_biases_have_those_in_their_files) {
+  for (const std::string family : {"dots1", "glm4_moe", "deepseek_v3"}) {
+    const HuggingFaceModel model = with_biases(family);
+    const at::Tensor biases = at::arange(11).to(at::kFloat) / 7;
+    Values stored = by_definition(model, values_of(model, 7));
+    stored[kBias] = biases;
+    const Scratch scratch;
+    write_torch(scratch / "hub.pt", stored);
+    on_mesh(model, kShared, 5, [&](Sharded& sharded, int64_t) {
+      load_weights(scratch / "hub.pt", sharded, {.family = family});
+      save_weights(scratch / "out", sharded, {.family = family, .dtype = Dtype::BFloat16});
+    });
+    const Values written = read_all(scratch / "out");
+    EXPECT_EQ(written.size(), stored.size()) << family;
+    for (const auto& [name, value] : stored) EXPECT_TRUE(written.contains(name)) << family << " lacks " << name;
+    EXPECT_TRUE(kit::same_bits(written.at(kBias), biases)) << family;
+    EXPECT_EQ(written.at("model.norm.weight").scalar_type(), at::kBFloat16) << family;
+  }
+}
+
+// What drafts further tokens, in a layer behind the model's own, is left out, as the package leaves it out.
+TEST(ExpertWeights, of_layers_that_draft_tokens_are_left_out_of_glm4_moe_and_deepseek_v3_alone) {
+  for (const std::string family : {"dots1", "glm4_moe", "deepseek_v3"}) {
+    const HuggingFaceModel model = with_biases(family);
+    Values stored = by_definition(model, values_of(model, 7));
+    stored["model.layers.1.eh_proj.weight"] = at::zeros({8, 16});
+    const Scratch scratch;
+    const auto load = [&](const std::string& file) {
+      write_torch(scratch / file, stored);
+      on_mesh(model, {}, 5, [&](Sharded& sharded, int64_t) { load_weights(scratch / file, sharded, {.family = family}); });
+    };
+    if (family == "dots1")
+      expect_error([&] { load("behind.pt"); }, {"model has no place for model.layers.1.eh_proj.weight"});
+    else
+      load("behind.pt");
+    stored["model.layers.0.eh_proj.weight"] = at::zeros({8, 16});
+    expect_error([&] { load("within.pt"); }, {"model has no place for model.layers.0.eh_proj.weight"});
+  }
+}
 
 // As hub files have them, whose numbers have another order as texts; as the package's models have them in memory; and of a base
 // model, whose names lack "model.".
@@ -130,7 +190,25 @@ TEST(ExpertWeights, that_no_family_computes_have_no_config) {
     refused(family, [](O& o) { o.router.experts = 12, o.router.groups = 2; }, {"out of all"});
     refused(family, [](O& o) { o.shared_intermediate = 4; }, {"none is shared"});
     refused(family, [](O& o) { o.router.capacity = 1; }, {"without a bias and a capacity"});
+    refused(family, [](O& o) { o.router.bias = true; }, {"without a bias and a capacity"});
+    refused(family, [](O& o) { o.rotary_size = 2; }, {"all features of a head turn", "rotary_size=2"});
   }
+  const auto of_biases = [](const std::string& family, void (*change)(LlamaOptions&),
+                            std::initializer_list<std::string> parts) {
+    HuggingFaceModel model = with_biases(family);
+    change(std::get<LlamaOptions>(model.options));
+    expect_error([&] { hugging_face_config(model); }, parts);
+  };
+  for (const char* family : {"dots1", "glm4_moe", "deepseek_v3"}) {
+    of_biases(family, [](O& o) { o.router.score = RouterScore::softmax; }, {"chosen by sigmoid"});
+    of_biases(family, [](O& o) { o.router.capacity = 1; }, {"without a capacity"});
+    of_biases(family, [](O& o) { o.router.experts = o.router.groups = 4; }, {"groups of two or more"});
+    of_biases(family, [](O& o) { o.shared_intermediate = 4; }, {"as wide as some of them together"});
+  }
+  of_biases("glm4_moe", [](O& o) { o.window = 2; }, {"see all keys before them", "window=2"});
+  of_biases("dots1", [](O& o) { o.qk_norm = false; }, {"a dots1 has no such model"});
+  of_biases("glm4_moe", [](O& o) { o.kv_heads = o.heads, o.kv_rank = 2; }, {"deepseek_v3 alone has latent attention"});
+  of_biases("deepseek_v3", [](O& o) { o.kv_rank = 0; }, {"deepseek_v3 alone has latent attention", "kv_rank=0"});
 }
 
 }  // namespace shardproof::checkpoint

@@ -17,10 +17,12 @@ using namespace family_models;
 RC_GTEST_PROP(HuggingFaceConfig, says_what_the_model_is, ()) {
   HuggingFaceModel model = drawn_model();
   if (auto* llama = std::get_if<LlamaOptions>(&model.options)) {
-    if (model.family != "llama") llama->window = drawn(0, 5);
-    if (llama->window > 0 && (model.family == "qwen2" || model.family == "qwen3"))
+    const bool sees_all = model.family == "llama" || model.family == "glm4_moe" || model.family == "deepseek_v3";
+    if (!sees_all) llama->window = drawn(0, 5);
+    if (llama->window > 0 && (model.family == "qwen2" || model.family == "qwen3" || model.family == "dots1"))
       llama->full_layers = drawn(0, llama->layers - 1);
     if (*rc::gen::arbitrary<bool>()) llama->rope_scaling = {8, 1, 4, 64};
+    if (model.family == "deepseek_v3" && *rc::gen::arbitrary<bool>()) llama->rope_scaling = {40, 1, 32, 64, /*yarn=*/true, 0.5};
   }
   const Scratch scratch;
   spill(scratch / "config.json", hugging_face_config(model, Dtype::BFloat16));
@@ -201,7 +203,82 @@ TEST(HuggingFaceConfig, of_models_with_experts_says_which_and_where) {
   refuse(R"("model_type": "qwen3_moe", "mlp_only_layers": "all")", {"mlp_only_layers should be a list of whole numbers"});
   refuse(R"("model_type": "qwen3_moe", "shared_expert_intermediate_size": 8)", {"shared_expert_intermediate_size"});
   refuse(R"("model_type": "llama", "num_local_experts": 8)", {"num_local_experts"});
-  refuse(R"("model_type": "deepseek_v3")", {"'deepseek_v3'", "mixtral, qwen2, qwen3, qwen3_moe"});
+  refuse(R"("model_type": "deepseek_v2")", {"'deepseek_v2'", "qwen3_moe, dots1, glm4_moe, deepseek_v3"});
+}
+
+// By the words of the files of their authors, which the package overwrites with its own.
+TEST(HuggingFaceConfig, of_models_with_latent_attention_or_biases_of_routers_says_all_of_them) {
+  const std::string sizes = R"("num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
+                               "intermediate_size": 96, "vocab_size": 100})";
+  const auto read = [&](const std::string& entries) { return parse_hugging_face_config("{" + entries + ", " + sizes, "x"); };
+  const std::string of_authors = R"("model_type": "deepseek_v3", "aux_loss_alpha": 0.001, "ep_size": 1, "seq_aux": true,
+      "moe_layer_freq": 1, "num_nextn_predict_layers": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+      "auto_map": {"AutoConfig": "x.y"}, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3,
+      "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1, "norm_topk_prob": true,
+      "kv_lora_rank": 6, "q_lora_rank": null, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 10)";
+  const std::string yarn = R"(, "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1,
+      "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096})";
+  const LlamaOptions deepseek = llama_of(read(of_authors + yarn));
+  EXPECT_EQ(std::tie(deepseek.kv_rank, deepseek.query_rank, deepseek.rotary_size, deepseek.head_size, deepseek.value_size),
+            std::make_tuple(6, 0, 4, 16, 10));
+  EXPECT_TRUE(deepseek.rope_interleaved && deepseek.rope_scaling.yarn && deepseek.router.bias);
+  EXPECT_EQ(std::tie(deepseek.rope_scaling.factor, deepseek.rope_scaling.low_turns, deepseek.rope_scaling.high_turns,
+                     deepseek.rope_scaling.positions, deepseek.rope_scaling.mscale),
+            std::make_tuple(40.0, 1.0, 32.0, 4096, 1.0));
+  EXPECT_EQ(std::tie(deepseek.router.experts, deepseek.router.groups, deepseek.router.groups_per_token,
+                     deepseek.router.experts_per_token, deepseek.expert_intermediate, deepseek.shared_intermediate,
+                     deepseek.dense_layers),
+            std::make_tuple(8, 4, 2, 3, 24, 48, 1));
+  const LlamaOptions bare = llama_of(read(R"("model_type": "deepseek_v3")"));
+  EXPECT_EQ(std::tie(bare.kv_rank, bare.query_rank, bare.rotary_size, bare.head_size, bare.value_size, bare.router.experts,
+                     bare.router.groups, bare.router.scale, bare.dense_layers),
+            std::make_tuple(512, 1536, 64, 192, 128, 256, 8, 2.5, 3));
+  const LlamaOptions glm = llama_of(read(R"("model_type": "glm4_moe", "head_dim": 20, "first_k_dense_replace": 0)"));
+  EXPECT_EQ(std::tie(glm.rotary_size, glm.head_size, glm.dense_layers, glm.norm_eps), std::make_tuple(10, 20, 0, 1e-5));
+  EXPECT_FALSE(glm.qk_norm || glm.qkv_bias);
+  const auto inside = R"("model_type": "glm4_moe", "partial_rotary_factor": 0.25, "use_qk_norm": true, "attention_bias": true,
+                         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 1.0})";
+  EXPECT_EQ(llama_of(read(inside)).rotary_size, 0);
+  EXPECT_TRUE(llama_of(read(inside)).qk_norm && llama_of(read(inside)).qkv_bias);
+  HuggingFaceModel changed = read(inside);
+  std::get<LlamaOptions>(changed.options).rotary_size = 4;
+  EXPECT_EQ(llama_of(parse_hugging_face_config(hugging_face_config(changed), "x")).rotary_size, 4);
+  const std::string dots = R"("model_type": "dots1", "num_experts_per_tok": 2, "n_shared_experts": 1, )";
+  EXPECT_EQ(llama_of(read(dots + R"("n_routed_experts": 4)")).window, 0);
+  EXPECT_EQ(llama_of(read(dots + R"("num_local_experts": 4, "max_window_layers": 1)")).full_layers, 1);
+  const auto refuse = [&](const std::string& entries, std::initializer_list<std::string> parts) {
+    expect_error([&] { read(entries); }, parts);
+  };
+  refuse(R"("model_type": "dots1")", {"x: it has no n_routed_experts"});
+  refuse(dots + R"("n_routed_experts": 4, "num_local_experts": 8)", {"two words for one number"});
+  refuse(dots + R"("n_routed_experts": 4, "attention_bias": true)", {"attention_bias"});
+  refuse(R"("model_type": "glm4_moe", "partial_rotary_factor": 0.2)", {"partial_rotary_factor is 0.2, so 3 of the 16"});
+  refuse(R"("model_type": "qwen3_moe", "partial_rotary_factor": 0.5)", {"only a part of a head turns"});
+  for (const auto& [entry, part] : std::map<std::string, std::string>{
+           {R"("scoring_func": "softmax")", "scoring_func is 'softmax'"},
+           {R"("topk_method": "greedy")", "topk_method 'greedy'"},
+           {R"("moe_layer_freq": 2)", "moe_layer_freq is not 1"},
+           {R"("attention_bias": true)", "attention_bias"},
+           {R"("num_key_value_heads": 2, "num_attention_heads": 4)", "num_key_value_heads is 2"},
+           {R"("v_head_dim": 200)", "v_head_dim 200"},
+           {R"("qk_rope_head_dim": 3)", "qk_rope_head_dim 3"},
+           {R"("sliding_window": 8)", "sliding_window"},
+           {R"("rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 8})", "mscale 0 and"},
+           {R"("rope_scaling": {"type": "yarn", "mscale": 1, "mscale_all_dim": 0.5, "original_max_position_embeddings": 8})",
+            "mscale 1 and mscale_all_dim 0.5"},
+           {R"("rope_scaling": {"type": "yarn", "mscale": 1, "mscale_all_dim": 1, "truncate": false,
+               "original_max_position_embeddings": 8})",
+            "truncate is false"},
+           {R"("rope_scaling": {"type": "yarn", "mscale": 1, "mscale_all_dim": 1, "attention_factor": 2,
+               "original_max_position_embeddings": 8})",
+            "attention_factor"}}) {
+    const std::string text = R"({"model_type": "deepseek_v3", "num_hidden_layers": 3, "hidden_size": 64, "vocab_size": 100,
+                                 "intermediate_size": 96)";
+    const bool own_heads = entry.find("heads") != entry.npos;
+    expect_error(
+        [&] { parse_hugging_face_config(text + (own_heads ? ", " : R"(, "num_attention_heads": 128, )") + entry + "}", "x"); },
+        {part});
+  }
 }
 
 TEST(HuggingFaceConfig, of_what_the_models_cannot_compute_is_refused) {

@@ -247,6 +247,31 @@ TEST(DeviceWaits, the_host_waits_for_nothing_in_a_step_whose_gradients_are_not_c
     EXPECT_EQ(waits_of_two_steps(strategy, /*check_gradients=*/false), Waits{}) << strategy;
 }
 
+// How many rows an expert has, and where they go, is a number of the host.
+TEST(DeviceWaits, the_host_waits_once_for_the_counts_of_a_layer_of_experts) {
+  using namespace shardproof;
+  fake_device::install();
+  const auto waits = [](int64_t rounds) {
+    const Waits before = fake_device::host_waits();
+    run_threads(
+        2,
+        [&](std::shared_ptr<Comm> comm) {
+          MoeMlp moe(LlamaOptions{.hidden = 8, .router = {.experts = 4}, .expert_intermediate = 6});
+          harness::move_to(*moe, fake_device::device());
+          const TensorParallel parallel =
+              parallelize(moe.ptr(), std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 2}})),
+                          {.styles = {{"experts", ExpertParallel{2}}}});
+          const at::Tensor x = at::ones({1, 5, 8}).to(fake_device::device());
+          for (int64_t round = 0; round < rounds; ++round) call(moe, x).square().sum().backward();
+        },
+        {.device = fake_device::device()});
+    int64_t times = 0;
+    for (const auto& [what, each] : difference(fake_device::host_waits(), before)) times += each;
+    return times;
+  };
+  EXPECT_EQ(waits(3) - waits(1), 2 * 2) << "ranks and rounds";
+}
+
 TEST(DeviceWaits, checks_of_gradients_wait_once_a_bucket_and_for_runs_of_padding) {
   for (const char* strategy : {"ddp", "zero1", "zero2", "zero3"}) {
     Waits waits = waits_of_two_steps(strategy, /*check_gradients=*/true);

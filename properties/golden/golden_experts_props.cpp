@@ -314,11 +314,48 @@ TEST(GoldenExperts, have_their_parameters_in_place_of_the_mlp_in_layers_that_are
   EXPECT_EQ(shapes[2].second, (std::vector<int64_t>{3, 4, 5}));
 }
 
-TEST(GoldenExperts, that_make_no_sense_are_refused) {
-  const auto refused = [](Llama llama, const std::string& words, bool canonical = false) {
+// Plain in float64 to rounding, and canonical to the bit.
+TEST(GoldenExperts, losses_of_a_step_do_not_know_how_its_sequences_are_dealt_to_ranks) {
+  const auto gradients = [](bool canonical, Llama::BalanceOver over, const std::vector<int64_t>& sequences) {
     golden::Run run;
     run.model.kind = golden::Model::Kind::llama;
-    run.model.canonical = canonical;
+    run.model.canonical = run.order.canonical = canonical;
+    run.order.shards = std::ssize(sequences);
+    run.model.llama = {.vocab = 5, .positions = 6, .experts = 3, .expert_balance = 0.5, .expert_z = 0.25, .balance_over = over};
+    int64_t salt = 0;
+    for (const auto& [name, shape] : golden::parameter_shapes(run.model)) {
+      const at::Tensor places = at::arange(c10::multiply_integers(shape), at::kFloat);
+      run.parameters.emplace_back(name, at::sin(places * 1.7 + ++salt).view(shape));
+    }
+    const at::Tensor tokens = at::arange(24).mul(7).remainder(5).view({4, 6});
+    golden::Step step;
+    step.microbatches.emplace_back();
+    for (int64_t begin = 0; const int64_t count : sequences) {
+      const at::Tensor own = tokens.narrow(0, begin, count);
+      step.microbatches[0].push_back({.input = own, .target = own.roll(1, 1), .weight = 0.25});
+      begin += count;
+    }
+    run.steps.push_back(step);
+    return golden::train(run, canonical ? at::kFloat : at::kDouble)[0].gradients;
+  };
+  const auto differ = [](const golden::Named& a, const golden::Named& b, double tolerance) {
+    for (size_t i = 0; i < a.size(); ++i)
+      if (!at::allclose(a[i].second.to(at::kDouble), b[i].second.to(at::kDouble), tolerance, tolerance)) return true;
+    return false;
+  };
+  using enum Llama::BalanceOver;
+  for (const bool canonical : {false, true}) {
+    const golden::Named whole = gradients(canonical, step, {4});
+    EXPECT_FALSE(differ(whole, gradients(canonical, step, {1, 3}), canonical ? 0 : kClose));
+    EXPECT_FALSE(differ(whole, gradients(!canonical, step, {4}), 1e-6));
+    EXPECT_TRUE(differ(whole, gradients(canonical, sequence, {4}), 1e-5));
+  }
+}
+
+TEST(GoldenExperts, that_make_no_sense_are_refused) {
+  const auto refused = [](Llama llama, const std::string& words) {
+    golden::Run run;
+    run.model.kind = golden::Model::Kind::llama;
     run.model.llama = llama;
     expect_refused(run, words);
   };
@@ -334,7 +371,6 @@ TEST(GoldenExperts, that_make_no_sense_are_refused) {
   refused({.experts = 2, .expert_scale = NAN}, "expert_scale");
   refused({.experts = 2, .expert_z = NAN}, "expert_z");
   refused({.experts = 2, .expert_capacity = -1}, "expert_capacity");
-  refused({.experts = 2, .expert_bias = 0.1}, "canonical arithmetic has no losses and biases of routers", /*canonical=*/true);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <variant>
 
@@ -36,12 +37,13 @@ inline bool is_tied(const HuggingFaceModel& model) {
   return std::visit([](const auto& options) { return options.tied; }, model.options);
 }
 
-// Of a model without a mesh, each name of a tied parameter.
+// Of a model without a mesh, each name of a tied parameter, and the biases of routers.
 inline Values values_of(const HuggingFaceModel& model, uint64_t seed) {
   const auto module = made(model);
   initialize_parameters(*module, uniform_initializer(seed, 0.5));
   Values values;
-  for (const auto& item : module->named_parameters()) values[item.key()] = item.value().detach().clone();
+  for (const auto& list : {module->named_parameters(), module->named_buffers()})
+    for (const auto& item : list) values[item.key()] = item.value().detach().clone();
   return values;
 }
 
@@ -54,9 +56,34 @@ inline void draw_experts(const std::string& family, LlamaOptions& options) {
   const int64_t experts = *rc::gen::elementOf(std::vector<int64_t>{1, 3, 12});
   options.router = {.experts = experts, .experts_per_token = drawn(1, std::min<int64_t>(experts, 3))};
   options.expert_intermediate = drawn(1, 4);
-  if (family != "qwen3_moe") return;
+  if (family == "mixtral") return;
   options.router.normalized = *rc::gen::arbitrary<bool>();
   options.dense_layers = drawn(0, options.layers - 1);
+}
+
+// What the families with the router of DeepSeek-V3 have, and each of them alone.
+inline void draw_router_biases(const std::string& family, LlamaOptions& options) {
+  draw_experts(family, options);
+  options.shared_intermediate = drawn(1, 2) * options.expert_intermediate;
+  RouterOptions& router = options.router;
+  router.score = RouterScore::sigmoid;
+  router.bias = true;
+  router.scale = *rc::gen::elementOf(std::vector<double>{1, 2.5});
+  router.experts = std::max<int64_t>(2, router.experts);
+  if (router.experts == 12) router.groups = 4, router.groups_per_token = drawn(1, 4);
+  if (family == "glm4_moe") {
+    options.qk_norm = *rc::gen::arbitrary<bool>();
+    options.qkv_bias = *rc::gen::arbitrary<bool>();
+    options.rotary_size = options.features_of_head() > 2 ? 2 : 0;
+  }
+  if (family != "deepseek_v3") return;
+  options.kv_heads = options.heads;
+  options.kv_rank = drawn(1, 5);
+  options.query_rank = drawn(0, 5);
+  options.head_size = 8;
+  options.rotary_size = 2 * drawn(1, 3);
+  options.value_size = drawn(1, 8);
+  options.rope_interleaved = *rc::gen::arbitrary<bool>();
 }
 
 // Small, of any of the families, and, without experts, of any tp up to 2.
@@ -85,10 +112,12 @@ inline HuggingFaceModel drawn_model() {
                        .rope_theta = *rc::gen::elementOf(std::vector<double>{10000, 1e6}),
                        .norm_eps = 1e-6,
                        .tied = tied,
-                       .qk_norm = model.family.starts_with("qwen3"),
+                       .qk_norm = model.family.starts_with("qwen3") || model.family == "dots1",
                        .qkv_bias = model.family == "qwen2",
                        .head_size = own_size ? 10 : 0};
   if (model.family == "mixtral" || model.family == "qwen3_moe") draw_experts(model.family, options);
+  const std::set<std::string> biased = {"dots1", "glm4_moe", "deepseek_v3"};
+  if (biased.contains(model.family)) draw_router_biases(model.family, options);
   model.options = options;
   return model;
 }

@@ -27,6 +27,8 @@ golden::Named distinct(const torch::nn::Module& module, bool gradients) {
   for (const auto& item : module.named_parameters())
     if (seen.insert(item.value().unsafeGetTensorImpl()).second)
       named.emplace_back(item.key(), (gradients ? item.value().grad() : item.value().detach()).clone());
+  if (gradients) return named;
+  for (const auto& item : module.named_buffers()) named.emplace_back(item.key(), item.value().clone());
   return named;
 }
 
@@ -37,6 +39,8 @@ void randomize(torch::nn::Module& module) {
     normal(name, {shape.empty() ? 1 : shape[0], numel(shape)}, run, values);
     if (shape.size() < 2 && name.ends_with("weight")) values.mul_(0.5).add_(1);
   });
+  const at::NoGradGuard no_grad;  // biases of routers
+  for (const at::Tensor& buffer : module.buffers()) buffer.copy_(at::arange(buffer.numel()).remainder(5) * 0.125 - 0.25);
 }
 
 at::Tensor tokens() {
@@ -191,37 +195,99 @@ TEST(Transformers, llamas_with_experts_are_mixtral_and_qwen3_moe) {
   expect_same_model("qwen3_moe", qwen3, "norm_topk_prob", true);
 }
 
-// Dots1 has the attention of Qwen3, and in its layers the router, experts and shared expert of DeepSeek-V3.
-TEST(Transformers, groups_of_experts_and_a_shared_one_are_those_of_deepseek_v3) {
+namespace {
+
+// The router, experts and shared expert of DeepSeek-V3.
+LlamaOptions with_router_biases(bool normalized) {
+  LlamaOptions options = with_experts(12, 3);
+  options.dense_layers = 1;
+  options.shared_intermediate = 2 * options.expert_intermediate;
+  options.router = {.experts = 12,
+                    .experts_per_token = 3,
+                    .score = RouterScore::sigmoid,
+                    .normalized = normalized,
+                    .scale = 2.5,
+                    .groups = 4,
+                    .groups_per_token = 2,
+                    .bias = true};
+  return options;
+}
+
+using Changes = std::map<std::string, nlohmann::json>;
+
+void expect_same_model(const std::string& family, const LlamaOptions& options, const Changes& changes) {
+  for (const auto& [key, other] : changes) expect_same_model(family, options, key.c_str(), other);
+}
+
+// As the family's config says it, and as it is read again.
+void expect_same_when_read(const std::string& family, const LlamaOptions& options) {
+  const std::string text = checkpoint::hugging_face_config({family, options, 32});
+  const checkpoint::HuggingFaceModel again = checkpoint::parse_hugging_face_config(text, family);
+  expect_same_as(text, std::get<LlamaOptions>(again.options), "rms_norm_eps", 1e-2);
+}
+
+}  // namespace
+
+// Biases of routers have values, so that others would be chosen without them.
+TEST(Transformers, llamas_with_biases_of_routers_are_dots1_and_glm4_moe) {
   for (const bool normalized : {true, false}) {
-    LlamaOptions options = with_experts(12, 3);
-    options.qk_norm = true;
-    options.head_size = 8;
-    options.dense_layers = 1;
-    options.shared_intermediate = 2 * options.expert_intermediate;
-    options.router = {.experts = 12,
-                      .experts_per_token = 3,
-                      .score = RouterScore::sigmoid,
-                      .normalized = normalized,
-                      .scale = 2.5,
-                      .groups = 4,
-                      .groups_per_token = 2};
-    LlamaOptions dense = options;
-    dense.router = {};
-    nlohmann::json config = nlohmann::json::parse(checkpoint::hugging_face_config({"qwen3", dense, 32}));
-    config.update({{"model_type", "dots1"},
-                   {"n_routed_experts", 12},
-                   {"num_experts_per_tok", 3},
-                   {"moe_intermediate_size", 7},
-                   {"n_shared_experts", 2},
-                   {"n_group", 4},
-                   {"topk_group", 2},
-                   {"first_k_dense_replace", 1},
-                   {"routed_scaling_factor", 2.5},
-                   {"norm_topk_prob", normalized}});
-    for (const auto& [key, other] : std::map<std::string, nlohmann::json>{
-             {"topk_group", 1}, {"n_group", 2}, {"routed_scaling_factor", 2.0}, {"norm_topk_prob", !normalized}})
-      expect_same_as(config.dump(), options, key.c_str(), other);
+    LlamaOptions dots = with_router_biases(normalized);
+    dots.qk_norm = true;
+    dots.head_size = 8;
+    expect_same_model("dots1", dots,
+                      {{"topk_group", 1}, {"n_group", 2}, {"routed_scaling_factor", 2.0}, {"norm_topk_prob", !normalized}});
+    dots.window = 2;
+    dots.full_layers = 1;
+    expect_same_model("dots1", dots, {{"max_window_layers", 0}, {"sliding_window", 3}});
+    expect_same_when_read("dots1", dots);
+  }
+  for (const bool normed : {true, false}) {
+    LlamaOptions glm = with_router_biases(true);
+    glm.norm_eps = 1e-5;
+    glm.head_size = 14;
+    glm.rotary_size = normed ? 6 : 2;
+    glm.qk_norm = normed;
+    glm.qkv_bias = !normed;
+    glm.dense_layers = 0;
+    expect_same_model("glm4_moe", glm, {{"partial_rotary_factor", 1.0}, {"routed_scaling_factor", 2.0}, {"topk_group", 4}});
+    expect_same_when_read("glm4_moe", glm);
+    glm.rotary_size = 0;
+    expect_same_when_read("glm4_moe", glm);
+  }
+}
+
+TEST(Transformers, llamas_with_latent_attention_are_deepseek_v3) {
+  LlamaOptions options = with_router_biases(true);
+  options.kv_heads = options.heads;
+  options.head_size = 10;
+  options.rotary_size = 4;
+  options.kv_rank = 5;
+  for (const int64_t query_rank : {0, 7})
+    for (const int64_t value_size : {0, 6})
+      for (const bool interleaved : {true, false}) {
+        options.query_rank = query_rank;
+        options.value_size = value_size;
+        options.rope_interleaved = interleaved;
+        expect_same_model("deepseek_v3", options, {{"rope_interleave", !interleaved}});
+        expect_same_when_read("deepseek_v3", options);
+      }
+  expect_same_model("deepseek_v3", options, {{"rope_theta", 100.0}, {"n_group", 2}, {"rms_norm_eps", 1e-2}});
+  options.rotary_size = 6;
+  for (const double mscale : {1.0, 0.5}) {
+    options.rope_theta = 200;
+    options.rope_scaling = {.factor = 8, .low_turns = 1, .high_turns = 4, .positions = 200, .yarn = true, .mscale = mscale};
+    nlohmann::json other = {{"rope_type", "yarn"},
+                            {"factor", 8.0},
+                            {"beta_slow", 1.0},
+                            {"beta_fast", 4.0},
+                            {"mscale", 0.75},
+                            {"mscale_all_dim", 0.75},
+                            {"original_max_position_embeddings", 200}};
+    expect_same_model("deepseek_v3", options, "rope_scaling", other);
+    other["mscale"] = other["mscale_all_dim"] = mscale;
+    other["beta_fast"] = 30.0;
+    expect_same_model("deepseek_v3", options, "rope_scaling", other);
+    expect_same_when_read("deepseek_v3", options);
   }
 }
 
@@ -251,6 +317,23 @@ TEST(Transformers, a_llama_of_impossible_sizes_is_refused) {
   refused([](O& o) { o.rope_scaling.high_turns = o.rope_scaling.low_turns; }, {"rope_scaling", "low_turns below high_turns"});
   refused([](O& o) { o.rope_scaling.positions = 0; }, {"rope_scaling", "positions=0"});
   refused([](O& o) { o.kv_heads = o.heads - 1; }, {"must be a multiple of kv_heads"});
+  refused([](O& o) { o.rotary_size = 6; }, {"rotary_size must be even, and at most the 4 features", "rotary_size=6"});
+  refused([](O& o) { o.rotary_size = 3; }, {"rotary_size must be even", "rotary_size=3"});
+  refused([](O& o) { o.query_rank = 2; }, {"without a kv_rank there is no LatentAttention", "query_rank=2"});
+  refused([](O& o) { o.rope_scaling.yarn = true; }, {"without a kv_rank there is no LatentAttention", "yarn=true"});
+  const auto latent = [&](void (*change)(LlamaOptions&), std::initializer_list<std::string> words) {
+    LlamaOptions options = small_llama(6, false);
+    options.kv_rank = 3;
+    options.rotary_size = 2;
+    EXPECT_NO_THROW(Llama{options});
+    change(options);
+    expect_error([&] { Llama{options}; }, words);
+  };
+  latent([](O& o) { o.kv_heads = 2; }, {"heads=6 and kv_heads=2 must be equal"});
+  latent([](O& o) { o.qk_norm = true; }, {"qk_norm=true", "off"});
+  latent([](O& o) { o.rotary_size = 0; }, {"rotary_size=4 below the 4 features"});
+  latent([](O& o) { o.value_size = 5; }, {"value_size=5 at most as many"});
+  latent([](O& o) { o.rope_scaling.yarn = true, o.rope_theta = 1; }, {"with yarn rope_theta must be above 1"});
   LlamaOptions none = small_llama(2, false);
   none.layers = 0;
   EXPECT_NO_THROW(Llama{none});

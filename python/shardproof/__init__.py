@@ -20,6 +20,7 @@ _HOMES = {
     "check.verify": ("ProofFailed", "verify"),
     "checkpoint": ("Manager", "load", "load_weights", "save", "save_weights"),
     "ema": ("Ema",),
+    "experts": ("RouterBiases", "balance_loss", "z_loss"),
     "fingerprint": ("FingerprintCheck",),
     "lora": ("Lora", "add_lora"),
     "optim": (

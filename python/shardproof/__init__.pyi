@@ -14,6 +14,7 @@ from .checkpoint import (
     save_weights as save_weights,
 )
 from .ema import Ema as Ema
+from .experts import RouterBiases as RouterBiases, balance_loss as balance_loss, z_loss as z_loss
 from .fingerprint import FingerprintCheck as FingerprintCheck
 from .lora import Lora as Lora, add_lora as add_lora
 from .optim import (

@@ -147,9 +147,9 @@ def load_weights(
         The model. It may have been made on the device meta.
     family : str
         "": the file has the model's own names, as one of ``transformers`` has for the package's module. For a module with the
-        names of shardproof's C++ models: gpt2, llama, mistral, mixtral, qwen2, qwen3 or qwen3_moe. Queries, keys and values
-        may be fused in the file and separate in the model, or the reverse, and likewise gates. A file may have experts one by
-        one, as hub files do; those of Mixtral need the family.
+        names of shardproof's C++ models: gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, dots1, glm4_moe or
+        deepseek_v3. Queries, keys and values may be fused in the file and separate in the model, or the reverse, and likewise
+        gates. A file may have experts one by one, as hub files do; those of Mixtral need the family.
     entry : str
         Of a file of ``torch.save``: the key of the dict with the weights, such as "model" or "state_dict".
     prefix : str

@@ -109,15 +109,20 @@ class ExpertParallel:
     transformers do. Rows go to the ranks that hold their experts, where this forward runs on them with one expert each and a
     weight of 1, and back. An expert of -1 is nowhere: such a choice is no row and adds nothing. Where one rank has all experts,
     this forward gets the -1 itself. A field ``num_experts`` becomes the number of experts of this rank. ``fully_shard`` shards
-    experts over the ranks that hold the same ones. A plan of this style alone needs no axis.
+    experts over the ranks that hold the same ones. A plan of this style alone, without ``cut_inside``, needs no axis.
 
     Attributes
     ----------
     ranks : int
         So many neighbours among the data-parallel ranks have different experts. The same in all of a model.
+    cut_inside : bool
+        Each rank along the plan's axis holds a slice of every expert, and these ranks sum what their slices give. For a module
+        whose parameters are ``gate_up_proj`` [experts, 2 * intermediate, n], gate's rows before up's, and ``down_proj``
+        [experts, n, intermediate], as in transformers. Its forward takes sizes from its parameters.
     """
 
     ranks: int = 1
+    cut_inside: bool = False
 
 
 Style = Union[
@@ -216,7 +221,7 @@ def parallelize(
     module : torch.nn.Module
         The model. Its parameters keep their identity.
     comm, mesh
-        As in `fully_shard`; the mesh has the axis, unless all that the plan does is `ExpertParallel`.
+        As in `fully_shard`; the mesh has the axis, unless all that the plan does is `ExpertParallel` of whole experts.
     plan : dict
         A pattern of module names -> a style. The first pattern that fits a module counts.
     axis : str

@@ -29,7 +29,8 @@ ParallelStyle style_of(const py::handle& style) {
   if (kind == "WholeSequence") return WholeSequence{};
   if (kind == "ColumnInput") return ColumnInput{};
   if (kind == "CutDropout") return CutDropout{.dim = style.attr("dim").cast<int64_t>(), .segments = segments_of(style)};
-  if (kind == "ExpertParallel") return ExpertParallel{.ranks = style.attr("ranks").cast<int64_t>()};
+  if (kind == "ExpertParallel")
+    return ExpertParallel{.ranks = style.attr("ranks").cast<int64_t>(), .cut_inside = style.attr("cut_inside").cast<bool>()};
   SHARD_REQUIRE(kind == "ScatterOutput", "tensor_parallel",
                 "a plan holds styles (ColumnParallel, RowParallel, VocabParallel, SequenceParallel, PartialGradients, "
                 "ScatterOutput, WholeSequence, ColumnInput, CutDropout, ExpertParallel), got a {}",
@@ -60,8 +61,10 @@ class StyledCall {
     const ParallelHooks* hooks = parallel_hooks(*image_);
     return hooks && (!hooks->only_places() || shares_experts());  // experts of one rank run as ever
   }
-  bool shares_experts() const { return expert_group(*image_) != nullptr; }
-  Dispatch dispatch(const at::Tensor& chosen, int64_t count) const { return {chosen, count, expert_group(*image_)}; }
+  bool shares_experts() const { return expert_group(*image_) || slice_group(*image_); }
+  Dispatch dispatch(const at::Tensor& chosen, int64_t count) const {
+    return {chosen, count, expert_group(*image_), slice_group(*image_)};
+  }
   at::Tensor run(const py::function& forward, const at::Tensor& input) const {
     ParallelHooks* hooks = parallel_hooks(*image_);
     SHARD_REQUIRE(hooks, "tensor_parallel", "the forward of a {} whose style is gone", image_->name());

@@ -1,11 +1,13 @@
 #include "shardproof/checkpoint/hugging_face.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
-#include <numeric>
 #include <set>
 
 #include "checkpoint/format/cause.h"
 #include "checkpoint/format/json_text.h"
+#include "checkpoint/hugging_face_families.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/weight_names.h"
 
@@ -16,7 +18,6 @@ using nlohmann::json;
 
 constexpr uint64_t kModelConfigBytesMax = 1 << 24;
 constexpr int64_t kIntegerMax = 1 << 30;  // so that products of two fit
-constexpr double kNormEps = 1e-5;  // of the library's layer norms
 
 // What a config.json says that changes no logits of these models: how they were made and are used, and what the package's
 // models of these families never read.
@@ -33,6 +34,7 @@ constexpr std::string_view kFree =
     "encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores forced_bos_token_id forced_eos_token_id "
     "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens max_sequence_length is_llama_config "
     "output_router_logits router_aux_loss_coef "  // of a loss that the caller of the package's model adds
+    "aux_loss_alpha seq_aux ep_size auto_map num_nextn_predict_layers num_mtp_layers "  // of training, and of drafts
     "transformers.js_config unsloth_fixed unsloth_version attn_implementation _attn_implementation "
     "_attn_implementation_autoset _attn_implementation_internal ";
 
@@ -62,6 +64,9 @@ class Config {
     return value.get<int64_t>();
   }
   int64_t integer(const char* key, int64_t otherwise) const { return has(key) ? integer(key) : otherwise; }
+  int64_t count(const char* key, int64_t otherwise) const {
+    return has(key) && values_.at(key) == 0 ? 0 : integer(key, otherwise);
+  }
   double number(const char* key, double otherwise) const {
     if (!has(key)) return otherwise;
     require(values_.at(key).is_number(), fmt::format("{} should be a number, and is {}", key, values_.at(key).dump()));
@@ -120,15 +125,44 @@ GptOptions gpt_of(const Config& config) {
   const int64_t inner = config.integer("n_inner", 4 * gpt.hidden);
   config.require(inner == 4 * gpt.hidden,
                  fmt::format("the MLP is {} wide, and a Gpt's is four times {}, the hidden size", inner, gpt.hidden));
-  config.require(config.number("layer_norm_epsilon", kNormEps) == kNormEps,
-                 fmt::format("layer_norm_epsilon is {}, and a Gpt's is {}", config.number("layer_norm_epsilon", 0), kNormEps));
+  config.require(
+      config.number("layer_norm_epsilon", kGptNormEps) == kGptNormEps,
+      fmt::format("layer_norm_epsilon is {}, and a Gpt's is {}", config.number("layer_norm_epsilon", 0), kGptNormEps));
   config.require(config.flag("scale_attn_weights", true) && !config.flag("scale_attn_by_inverse_layer_idx", false) &&
                      !config.flag("add_cross_attention", false),
                  "its attention is scaled otherwise than a Gpt's, or attends to another model");
   return gpt;
 }
 
-void read_rope(const Config& config, double theta, LlamaOptions& llama) {
+// What the package multiplies cosines and sines by is then 1.
+RopeScaling yarn_of(const Config& rope) {
+  const double factor = rope.number("factor", 1), mscale = rope.number("mscale", 0), all = rope.number("mscale_all_dim", 0);
+  rope.require(factor >= 1, fmt::format("factor is {}, and of yarn at least 1", factor));
+  rope.require(mscale == all && all > 0, fmt::format("mscale {} and mscale_all_dim {} should be equal and above 0: else angles "
+                                                     "have magnitudes, and a Llama's have none",
+                                                     mscale, all));
+  rope.require(rope.flag("truncate", true), "truncate is false, and a Llama begins and ends at whole pairs of features");
+  return {.factor = factor,
+          .low_turns = rope.number("beta_slow", 1),
+          .high_turns = rope.number("beta_fast", 32),
+          .positions = rope.integer("original_max_position_embeddings"),
+          .yarn = true,
+          .mscale = all};
+}
+
+// Of glm4_moe: how many features of a head turn; 0: all.
+int64_t rotary_size_of(const Config& config, double part, int64_t head) {
+  const auto size = static_cast<int64_t>(static_cast<double>(head) * part);
+  config.require(size > 0 && size % 2 == 0 && size <= head,
+                 fmt::format("partial_rotary_factor is {}, so {} of the {} features of a head turn; they should be an even "
+                             "number, and at most all",
+                             part, size, head));
+  return size == head ? 0 : size;
+}
+
+void read_rope(const Config& config, const std::string& family, double theta, LlamaOptions& llama) {
+  const bool takes_part = family == "glm4_moe";
+  double part = config.number("partial_rotary_factor", takes_part ? 0.5 : 1);
   llama.rope_theta = config.number("rope_theta", theta);
   for (const char* key : {"rope_scaling", "rope_parameters"}) {
     if (!config.has(key)) continue;
@@ -136,9 +170,13 @@ void read_rope(const Config& config, double theta, LlamaOptions& llama) {
     config.require(rope.is_object(), fmt::format("{} should be an object", key));
     if (rope.is_empty()) continue;
     const std::string kind = rope.text("rope_type", rope.text("type", "default"));
-    config.require(kind == "default" || kind == "llama3",
-                   fmt::format("its rotary positions are of the type '{}' ({}); known are default and llama3", kind, key));
-    config.require(rope.number("partial_rotary_factor", 1) == 1, "only a part of a head turns, and of a Llama's all");
+    const bool yarn = kind == "yarn" && is_latent(family);
+    config.require(kind == "default" || kind == "llama3" || yarn,
+                   fmt::format("its rotary positions are of the type '{}' ({}); known are default and llama3, and yarn of "
+                               "deepseek_v3",
+                               kind, key));
+    part = rope.number("partial_rotary_factor", part);
+    if (yarn) llama.rope_scaling = yarn_of(rope);
     llama.rope_theta = rope.number("rope_theta", llama.rope_theta);
     if (kind == "llama3")
       llama.rope_scaling = {rope.number("factor", 1), rope.number("low_freq_factor", 1), rope.number("high_freq_factor", 4),
@@ -146,21 +184,23 @@ void read_rope(const Config& config, double theta, LlamaOptions& llama) {
     rope.require_nothing_else("");
     break;  // the package takes the first, and so two are an error
   }
-  config.require(config.number("partial_rotary_factor", 1) == 1, "only a part of a head turns, and of a Llama's all");
+  config.require(takes_part || part == 1, "only a part of a head turns, and of a Llama's all, but of glm4_moe");
+  if (takes_part) llama.rotary_size = rotary_size_of(config, part, llama.features_of_head());
 }
 
 // The sliding window, where one is in use; 0: none.
 int64_t window_of(const Config& config, const std::string& family) {
   if (family == "mixtral") return config.integer("sliding_window", 0);
-  if (family == "mistral") return config.names("sliding_window") ? config.integer("sliding_window", 0) : 4096;
+  if (family == "mistral" || family == "dots1")
+    return config.names("sliding_window") ? config.integer("sliding_window", 0) : 4096;
   if (!family.starts_with("qwen") || !config.flag("use_sliding_window", false)) return 0;
   return config.names("sliding_window") ? config.integer("sliding_window", 0) : 4096;
 }
 
 // How far its layers see: all that came before, or a window from one layer on.
 void read_window(const Config& config, const std::string& family, LlamaOptions& llama) {
-  const bool by_layer = family == "qwen2" || family == "qwen3";
-  const double full = config.number("max_window_layers", 28);
+  const bool by_layer = has_full_layers(family);
+  const double full = config.number("max_window_layers", family == "dots1" ? 62 : 28);
   llama.window = window_of(config, family);
   std::vector<std::string> types = config.texts("layer_types");
   config.require(types.empty() || std::ssize(types) == llama.layers,
@@ -198,11 +238,10 @@ Defaults defaults_of(const std::string& family) {
   if (family == "mistral") return {8, 0, 4096 * 32};
   if (family == "mixtral") return {8, 0, 4096 * 32, 1e6, 1e-5};
   if (family == "qwen3_moe") return {4, 0, 32768};
+  if (family == "dots1") return {32, 0, 2048};
+  if (family == "glm4_moe") return {8, 0, 4096 * 32, 10000, 1e-5};
+  if (family == "deepseek_v3") return {128, 0, 4096};
   return {32, family == "qwen3" ? 128 : 0, 32768};
-}
-
-bool has_experts(const std::string& family) {
-  return family == "mixtral" || family == "qwen3_moe";
 }
 
 // How many layers, the first ones, have no experts.
@@ -232,6 +271,52 @@ void read_experts(const Config& config, const std::string& family, LlamaOptions&
                  "router_jitter_noise multiplies what a router sees by random numbers, and a Llama's sees what there is");
 }
 
+void read_experts_with_biases(const Config& config, const std::string& family, LlamaOptions& llama) {
+  const bool dots = family == "dots1", deepseek = family == "deepseek_v3";
+  const auto said = [&](const char* key, int64_t otherwise) {
+    return dots ? config.integer(key) : config.integer(key, otherwise);
+  };
+  RouterOptions& router = llama.router;
+  const char* word = config.has("num_local_experts") ? "num_local_experts" : "n_routed_experts";
+  router = {.experts = said(word, deepseek ? 256 : 128),
+            .experts_per_token = said("num_experts_per_tok", 8),
+            .score = RouterScore::sigmoid,
+            .normalized = config.flag("norm_topk_prob", !dots),
+            .scale = config.number("routed_scaling_factor", deepseek ? 2.5 : 1),
+            .groups = config.integer("n_group", deepseek ? 8 : 1),
+            .groups_per_token = config.integer("topk_group", deepseek ? 4 : 1),
+            .bias = true};
+  config.require(config.integer("n_routed_experts", router.experts) == router.experts,
+                 "n_routed_experts and num_local_experts are two words for one number, and differ");
+  llama.expert_intermediate = config.integer("moe_intermediate_size", deepseek ? 2048 : 1408);
+  llama.shared_intermediate = said("n_shared_experts", 1) * llama.expert_intermediate;
+  llama.dense_layers = std::min(llama.layers, config.count("first_k_dense_replace", dots ? 0 : deepseek ? 3 : 1));
+  // What the files of the models' authors say, and the package takes for granted.
+  config.require(config.text("scoring_func", "sigmoid") == "sigmoid" && config.text("topk_method", "noaux_tc") == "noaux_tc",
+                 fmt::format("scoring_func is '{}' and topk_method '{}', and those of a {} are sigmoid and noaux_tc",
+                             config.text("scoring_func", "sigmoid"), config.text("topk_method", "noaux_tc"), family));
+  config.require(config.integer("moe_layer_freq", 1) == 1,
+                 "moe_layer_freq is not 1, and every layer behind the dense ones has experts");
+}
+
+void read_latents(const Config& config, LlamaOptions& llama) {
+  const int64_t turning = config.integer("qk_rope_head_dim", 64);
+  llama.kv_rank = config.integer("kv_lora_rank", 512);
+  llama.query_rank = config.names("q_lora_rank") ? config.integer("q_lora_rank", 0) : 1536;
+  llama.rotary_size = turning;
+  llama.head_size = config.integer("qk_nope_head_dim", 128) + turning;
+  llama.value_size = config.integer("v_head_dim", 128);
+  llama.rope_interleaved = config.flag("rope_interleave", true);
+  for (const char* follows : {"head_dim", "qk_head_dim"}) config.names(follows);  // which the package finds by itself
+  config.require(turning % 2 == 0 && llama.head_size % 2 == 0 && llama.value_size <= llama.head_size,
+                 fmt::format("qk_rope_head_dim {} and its sum with qk_nope_head_dim, {}, should be even, and v_head_dim {} at "
+                             "most that sum",
+                             turning, llama.head_size, llama.value_size));
+  config.require(
+      llama.kv_heads == llama.heads,
+      fmt::format("num_key_value_heads is {}, and latent attention has as many as heads, {}", llama.kv_heads, llama.heads));
+}
+
 LlamaOptions llama_of(const Config& config, const std::string& family) {
   const Defaults otherwise = defaults_of(family);
   LlamaOptions llama;
@@ -243,145 +328,33 @@ LlamaOptions llama_of(const Config& config, const std::string& family) {
   llama.kv_heads = config.integer("num_key_value_heads", as_heads ? llama.heads : otherwise.kv_heads);
   llama.intermediate = config.integer("intermediate_size");
   llama.vocab = config.integer("vocab_size");
-  if (has_experts(family)) read_experts(config, family, llama);
-  read_rope(config, otherwise.theta, llama);
+  if (has_router_biases(family))
+    read_experts_with_biases(config, family, llama);
+  else if (has_experts(family))
+    read_experts(config, family, llama);
   llama.norm_eps = config.number("rms_norm_eps", otherwise.eps);
   llama.tied = config.flag("tie_word_embeddings", false);
-  llama.qk_norm = family.starts_with("qwen3");
-  llama.qkv_bias = family == "qwen2";
+  const bool glm = family == "glm4_moe";
+  llama.qk_norm = family.starts_with("qwen3") || family == "dots1" || (glm && config.flag("use_qk_norm", false));
+  llama.qkv_bias = family == "qwen2" || (glm && config.flag("attention_bias", false));
   read_window(config, family, llama);
   if (family.starts_with("qwen")) config.names("sliding_window");  // which says nothing where it is not in use
-  const int64_t head = config.integer("head_dim", otherwise.head_size);
-  if (head > 0 && head * llama.heads != llama.hidden) llama.head_size = head;
-  config.require(!config.flag("attention_bias", false) && !config.flag("mlp_bias", false),
-                 "its projections have biases, and a Llama's have none but those of Qwen2");
+  if (is_latent(family)) {
+    read_latents(config, llama);
+  } else if (const int64_t head = config.integer("head_dim", otherwise.head_size);
+             head > 0 && head * llama.heads != llama.hidden) {
+    llama.head_size = head;
+  }
+  config.require(
+      (glm || !config.flag("attention_bias", false)) && !config.flag("mlp_bias", false),
+      "attention_bias or mlp_bias is true, so its projections have biases, and a Llama's have none but those of Qwen2 "
+      "and glm4_moe");
   config.require(config.text("hidden_act", "silu") == "silu",
                  fmt::format("hidden_act is '{}', and a Llama's is silu", config.text("hidden_act", "")));
   config.require(llama.head_size > 0 || llama.hidden % llama.heads == 0,
                  fmt::format("hidden_size {} is no multiple of {} heads", llama.hidden, llama.heads));
+  read_rope(config, family, otherwise.theta, llama);
   return llama;
-}
-
-json config_of_gpt(const GptOptions& gpt) {
-  return {{"architectures", {"GPT2LMHeadModel"}},
-          {"n_layer", gpt.layers},
-          {"n_embd", gpt.hidden},
-          {"n_head", gpt.heads},
-          {"vocab_size", gpt.vocab},
-          {"n_positions", gpt.positions},
-          {"activation_function", gpt.tanh_gelu ? "gelu_new" : "gelu"},
-          {"layer_norm_epsilon", kNormEps},
-          {"attn_pdrop", gpt.dropout},
-          {"embd_pdrop", gpt.dropout},
-          {"resid_pdrop", gpt.dropout},
-          {"tie_word_embeddings", gpt.tied}};
-}
-
-json config_of_experts(const std::string& family, const LlamaOptions& llama) {
-  const RouterOptions& router = llama.router;
-  const bool mixtral = family == "mixtral";
-  // A softmax of the chosen logits is one of all of them whose chosen part is divided by its sum.
-  const bool normalized = router.normalized || router.score == RouterScore::chosen_softmax;
-  SHARD_REQUIRE(router.score != RouterScore::sigmoid && router.scale == 1 && router.groups_per_token == router.groups &&
-                    llama.shared_intermediate == 0 && router.bias_rate == 0 && router.capacity == 0,
-                "hugging_face",
-                "a {} has no such model: its experts are chosen by softmax out of all, without a bias and a capacity, their "
-                "weights are not scaled, and none is shared",
-                family);
-  SHARD_REQUIRE(!mixtral || (normalized && llama.dense_layers == 0), "hugging_face",
-                "a mixtral has no such model: the weights of a token's experts have the sum 1, and every layer has experts");
-  if (mixtral)
-    return {{"num_local_experts", router.experts},
-            {"num_experts_per_tok", router.experts_per_token},
-            {"intermediate_size", llama.expert_intermediate}};
-  std::vector<int64_t> dense(static_cast<size_t>(std::min(llama.dense_layers, llama.layers)));
-  std::iota(dense.begin(), dense.end(), 0);
-  return {{"num_experts", router.experts},
-          {"num_experts_per_tok", router.experts_per_token},
-          {"moe_intermediate_size", llama.expert_intermediate},
-          {"norm_topk_prob", normalized},
-          {"decoder_sparse_step", 1},
-          {"mlp_only_layers", dense}};
-}
-
-json config_of_llama(const HuggingFaceModel& model, const LlamaOptions& llama) {
-  static const std::map<std::string, std::string> classes = {
-      {"llama", "LlamaForCausalLM"}, {"mistral", "MistralForCausalLM"}, {"mixtral", "MixtralForCausalLM"},
-      {"qwen2", "Qwen2ForCausalLM"}, {"qwen3", "Qwen3ForCausalLM"},     {"qwen3_moe", "Qwen3MoeForCausalLM"}};
-  const int64_t head = llama.features_of_head();
-  SHARD_REQUIRE(
-      llama.qkv_bias == (model.family == "qwen2") && llama.qk_norm == model.family.starts_with("qwen3"), "hugging_face",
-      "a {} has no such model: of these families qwen2 alone has qkv_bias, got {}, and the qwen3 alone qk_norm, got {}",
-      model.family, llama.qkv_bias, llama.qk_norm);
-  SHARD_REQUIRE((llama.router.experts > 0) == has_experts(model.family), "hugging_face",
-                "a {} has no such model: mixtral and qwen3_moe have experts, the others none; got {}", model.family,
-                llama.router.experts);
-  SHARD_REQUIRE(model.family != "qwen2" || head * llama.heads == llama.hidden, "hugging_face",
-                "a qwen2 has heads of hidden / heads features, {} / {}, got {}", llama.hidden, llama.heads, head);
-  json config = {{"architectures", {classes.at(model.family)}},
-                 {"num_hidden_layers", llama.layers},
-                 {"hidden_size", llama.hidden},
-                 {"num_attention_heads", llama.heads},
-                 {"num_key_value_heads", llama.kv_heads},
-                 {"intermediate_size", llama.intermediate},
-                 {"vocab_size", llama.vocab},
-                 {"max_position_embeddings", std::max<int64_t>(1, model.positions)},
-                 {"rms_norm_eps", llama.norm_eps},
-                 {"rope_theta", llama.rope_theta},
-                 {"hidden_act", "silu"},
-                 {"attention_dropout", llama.attention_dropout},
-                 {"tie_word_embeddings", llama.tied}};
-  if (has_experts(model.family)) config.update(config_of_experts(model.family, llama));
-  if (model.family != "qwen2") config["head_dim"] = head;
-  if (const RopeScaling& rope = llama.rope_scaling; rope.factor != 1)
-    config["rope_scaling"] = {{"rope_type", "llama3"},
-                              {"factor", rope.factor},
-                              {"low_freq_factor", rope.low_turns},
-                              {"high_freq_factor", rope.high_turns},
-                              {"original_max_position_embeddings", rope.positions}};
-  SHARD_REQUIRE(llama.window == 0 || model.family != "llama", "hugging_face",
-                "a llama has no such model: its queries see all keys before them, got window={}", llama.window);
-  SHARD_REQUIRE(llama.full_layers == 0 || model.family == "qwen2" || model.family == "qwen3", "hugging_face",
-                "a {} has no such model: of these families qwen2 and qwen3 alone have layers with a window and without, got "
-                "full_layers={}",
-                model.family, llama.full_layers);
-  const json window = llama.window > 0 ? json(llama.window) : json();
-  if (model.family == "mistral" || model.family == "mixtral") config["sliding_window"] = window;
-  if (model.family.starts_with("qwen")) {
-    config["use_sliding_window"] = llama.window > 0;
-    config["sliding_window"] = window;
-    config["max_window_layers"] = llama.full_layers;
-  }
-  return config;
-}
-
-json config_of(const HuggingFaceModel& model) {
-  const auto* gpt = std::get_if<GptOptions>(&model.options);
-  SHARD_REQUIRE((gpt != nullptr) == (model.family == "gpt2"), "hugging_face", "a {} is no {}", gpt ? "Gpt" : "Llama",
-                model.family);
-  return gpt ? config_of_gpt(*gpt) : config_of_llama(model, std::get<LlamaOptions>(model.options));
-}
-
-// The text that the model was read from, with what is otherwise now.
-json changed_source(const HuggingFaceModel& model, const json& now) {
-  json source = parse_json(model.source, "source");
-  const json was = config_of(parse_hugging_face_config(model.source, "source"));
-  const auto differs = [&](const char* key) { return was.value(key, json()) != now.value(key, json()); };
-  if (differs("rope_theta") || differs("rope_scaling")) {
-    source.erase("rope_parameters");
-    source["rope_theta"] = now.at("rope_theta");
-    source["rope_scaling"] = now.value("rope_scaling", json());
-  }
-  if (differs("num_experts") || differs("num_local_experts"))
-    for (const char* word : {"num_experts", "num_local_experts"}) source.erase(word);
-  if (differs("sliding_window") || differs("max_window_layers") || differs("num_hidden_layers")) {
-    source.erase("layer_types");
-    if (now.contains("max_window_layers")) source["max_window_layers"] = now.at("max_window_layers");
-  }
-  if (differs("mlp_only_layers")) source["decoder_sparse_step"] = 1;
-  for (const auto& [key, value] : now.items())
-    if (differs(key.c_str())) source[key] = value;
-  return source;
 }
 
 }  // namespace
@@ -412,19 +385,6 @@ HuggingFaceModel parse_hugging_face_config(const std::string& text, const std::s
   }
   config.require_nothing_else(kFree);
   return model;
-}
-
-std::string hugging_face_config(const HuggingFaceModel& model, Dtype dtype) {
-  require_family(model.family);
-  json config = config_of(model);
-  if (model.source.empty())
-    for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"}) config[key] = nullptr;
-  else
-    config = changed_source(model, config);
-  config["model_type"] = model.family;
-  if (config.contains("dtype")) config.erase("torch_dtype");
-  config[config.contains("dtype") ? "dtype" : "torch_dtype"] = dtype_info(dtype).name;
-  return config.dump(2) + "\n";
 }
 
 }  // namespace shardproof::checkpoint

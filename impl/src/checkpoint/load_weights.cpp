@@ -178,7 +178,7 @@ class WeightLoader {
     if (options_.partial) return;
     std::vector<std::string> unknown;
     for (const std::string& name : loaded_.unused)
-      if (!is_no_weight(options_.family, name)) unknown.push_back(name);
+      if (!is_no_weight(options_.family, name, shapes_)) unknown.push_back(name);
     const std::vector<std::string> missing = needed();
     if (missing.empty() && unknown.empty()) return;
     std::vector<std::string> names;

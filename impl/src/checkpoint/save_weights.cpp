@@ -26,7 +26,7 @@ Shape shape_in_file(const WeightRecipe& recipe, const WeightShapes& shapes) {
 
 // What the file will have, the same on every rank.
 struct FilePlan {
-  std::map<std::string, at::Tensor> plain;  // parameters that are not sharded
+  std::map<std::string, at::Tensor> plain;  // parameters that are not sharded, and biases of routers
   std::map<std::string, WeightRecipe> recipes;
   std::map<std::string, SafeTensorSpec> specs;
 };
@@ -44,8 +44,14 @@ FilePlan plan_file(Sharded& sharded, const SaveWeightsOptions& options) {
       plan.plain[item.key()] = found->second;
       shapes[item.key()] = found->second.sizes().vec();
     }
+  for (const auto& [name, tensor] : names.plain)
+    if (is_router_bias(name)) {
+      plan.plain[name] = tensor;
+      shapes[name] = tensor.sizes().vec();
+    }
   plan.recipes = file_recipes(options.family, shapes, options.projections);
-  for (const auto& [name, recipe] : plan.recipes) plan.specs[name] = {options.dtype, shape_in_file(recipe, shapes)};
+  for (const auto& [name, recipe] : plan.recipes)
+    plan.specs[name] = {is_router_bias(name) ? Dtype::Float : options.dtype, shape_in_file(recipe, shapes)};
   return plan;
 }
 
@@ -96,7 +102,7 @@ std::string write_on_rank_0(StagedFolder& folder, Gatherer& gather, const FilePl
         *options.files, folder.path(), plan.specs,
         [&](const std::string& name) {
           gathered.insert(name);
-          const at::Tensor tensor = rounded_weight(name, gather(plan.recipes.at(name)), options.dtype);
+          const at::Tensor tensor = rounded_weight(name, gather(plan.recipes.at(name)), plan.specs.at(name).dtype);
           return std::string(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes());
         },
         options.file_bytes_max);

@@ -1,7 +1,10 @@
 #include <ATen/ATen.h>
 #include <ATen/OpMathType.h>
+#include <fmt/ranges.h>
 
+#include <algorithm>
 #include <cmath>
+#include <iterator>
 
 #include "shardproof/base/check.h"
 #include "shardproof/device/device_graph.h"
@@ -32,15 +35,33 @@ std::shared_ptr<LinearImpl> gate_of(const LlamaOptions& options) {
 }
 
 struct Rope {
-  int64_t head_size;
+  int64_t size;  // so many features of a head turn
   double theta;
   RopeScaling scaling;
 };
 
-// One frequency, in the arithmetic of its type.
+Rope rope_of(const LlamaOptions& o) { return {o.turning_features(), o.rope_theta, o.rope_scaling}; }
+
+// Of yarn: how far the pair is on the way from those that stay to those that are divided, from 0 to 1.
+double way_of(int64_t pair, const Rope& rope) {
+  const auto place = [&](double turns) {
+    const double length = static_cast<double>(rope.scaling.positions) / (turns * 2 * M_PI);
+    return static_cast<double>(rope.size) * std::log(length) / (2 * std::log(rope.theta));
+  };
+  const double first = std::max(std::floor(place(rope.scaling.high_turns)), 0.0);
+  const double last = std::min(std::ceil(place(rope.scaling.low_turns)), static_cast<double>(rope.size - 1));
+  return std::clamp((static_cast<double>(pair) - first) / (first == last ? 0.001 : last - first), 0.0, 1.0);
+}
+
+// The frequency of a pair of features, in the arithmetic of its type.
 template <class Real>
-Real scaled(Real frequency, const RopeScaling& scaling) {
+Real scaled(Real frequency, int64_t pair, const Rope& rope) {
+  const RopeScaling& scaling = rope.scaling;
   if (scaling.factor == 1) return frequency;
+  if (scaling.yarn) {
+    const auto way = static_cast<Real>(way_of(pair, rope));
+    return frequency / static_cast<Real>(scaling.factor) * way + frequency * (1 - way);
+  }
   const Real length = static_cast<Real>(2 * M_PI) / frequency, factor = static_cast<Real>(scaling.factor);
   const auto positions = static_cast<Real>(scaling.positions);
   const auto low = static_cast<Real>(scaling.low_turns), high = static_cast<Real>(scaling.high_turns);
@@ -50,19 +71,19 @@ Real scaled(Real frequency, const RopeScaling& scaling) {
   return (1 - smooth) * frequency / factor + smooth * frequency;
 }
 
-// Angles [T, head / 2] of rotary embeddings: position / theta^(2i / head), in float32.
+// Angles [T, size / 2] of rotary embeddings: position / theta^(2i / size), in float32.
 at::Tensor angles(const at::Tensor& positions, const Rope& rope) {
-  const at::Tensor exponents = at::arange(0, rope.head_size, 2, at::kFloat) / static_cast<double>(rope.head_size);
+  const at::Tensor exponents = at::arange(0, rope.size, 2, at::kFloat) / static_cast<double>(rope.size);
   const at::Tensor frequencies = at::pow(at::scalar_tensor(rope.theta, at::kFloat), exponents).reciprocal();
   for (int64_t i = 0; rope.scaling.factor != 1 && i < frequencies.numel(); ++i) {
     float& frequency = frequencies.mutable_data_ptr<float>()[i];
-    frequency = scaled(frequency, rope.scaling);
+    frequency = scaled(frequency, i, rope);
   }
   return at::outer(positions.to(at::kFloat), frequencies);
 }
 
 struct Turn {
-  at::Tensor cosine, sine;  // [T, head / 2]
+  at::Tensor cosine, sine;  // [T, size / 2]
 };
 
 // In the dtype and on the device of `like`. An angle is a number of radians up to the position itself, so smaller dtypes would
@@ -78,23 +99,56 @@ Turn turn_of(const at::Tensor& positions, const Rope& rope, const at::Tensor& li
 // Each by itself, in float64 and with the host's C library: LibTorch's vectors and their tails may differ, and so may a
 // device's.
 Turn canonical_turn_of(const at::Tensor& positions, const Rope& rope, c10::Device device) {
-  const int64_t half = rope.head_size / 2;
+  const int64_t half = rope.size / 2;
   Turn turn{at::empty({positions.numel(), half}, at::kDouble), at::empty({positions.numel(), half}, at::kDouble)};
   for (int64_t i = 0; i < positions.numel() * half; ++i) {
-    const double exponent = static_cast<double>(2 * (i % half)) / static_cast<double>(rope.head_size);
+    const double exponent = static_cast<double>(2 * (i % half)) / static_cast<double>(rope.size);
     const auto position = static_cast<double>(positions.const_data_ptr<int64_t>()[i / half]);
     const double power = std::pow(rope.theta, exponent);
-    const double angle = rope.scaling.factor == 1 ? position / power : position * scaled(1 / power, rope.scaling);
+    const double angle = rope.scaling.factor == 1 ? position / power : position * scaled(1 / power, i % half, rope);
     turn.cosine.mutable_data_ptr<double>()[i] = std::cos(angle);
     turn.sine.mutable_data_ptr<double>()[i] = std::sin(angle);
   }
   return {turn.cosine.to(device), turn.sine.to(device)};
 }
 
-// x [B, heads, T, head]: element i turns with element i + head / 2.
-at::Tensor rotated(const at::Tensor& x, const Turn& turn) {
-  const std::vector<at::Tensor> halves = x.chunk(2, -1);
+// x [B, heads, T, size]: element i turns with element i + size / 2, or interleaved 2i with 2i + 1.
+at::Tensor rotated(const at::Tensor& x, const Turn& turn, bool interleaved = false) {
+  const std::vector<at::Tensor> halves =
+      interleaved ? std::vector{x.slice(-1, 0, {}, 2), x.slice(-1, 1, {}, 2)} : x.chunk(2, -1);
   return at::cat({halves[0] * turn.cosine - halves[1] * turn.sine, halves[1] * turn.cosine + halves[0] * turn.sine}, -1);
+}
+
+// Of each head the first features.
+at::Tensor rotated_first(const at::Tensor& x, const Turn& turn) {
+  const int64_t size = 2 * turn.cosine.size(-1), rest = x.size(-1) - size;
+  return rest == 0 ? rotated(x, turn) : at::cat({rotated(x.narrow(-1, 0, size), turn), x.narrow(-1, size, rest)}, -1);
+}
+
+at::Tensor in_heads(const at::Tensor& part, int64_t features) {
+  return part.view({part.size(0), part.size(1), part.size(-1) / features, features}).transpose(1, 2);
+}
+
+constexpr double kLatentEps = 1e-6;  // of the norms of latents, whatever norm_eps is
+
+void require_valid_latent(const LlamaOptions& o) {
+  const int64_t head = o.features_of_head();
+  SHARD_REQUIRE(o.rotary_size >= 0 && o.rotary_size % 2 == 0 && o.rotary_size <= head, "llama",
+                "rotary_size must be even, and at most the {} features of a head, got rotary_size={}", head, o.rotary_size);
+  SHARD_REQUIRE(o.kv_rank > 0 || (o.kv_rank == 0 && o.query_rank == 0 && o.value_size == 0 && !o.rope_interleaved &&
+                                  !o.rope_scaling.yarn),
+                "llama",
+                "without a kv_rank there is no LatentAttention, and no query_rank, value_size, rope_interleaved and yarn, got "
+                "kv_rank={} query_rank={} value_size={} rope_interleaved={} yarn={}",
+                o.kv_rank, o.query_rank, o.value_size, o.rope_interleaved, o.rope_scaling.yarn);
+  SHARD_REQUIRE(o.kv_rank == 0 || (o.heads == o.kv_heads && !o.qk_norm && !o.qkv_bias && o.turning_features() < head &&
+                                   o.query_rank >= 0 && o.value_size >= 0 && o.value_size <= head),
+                "llama",
+                "with kv_rank={} heads={} and kv_heads={} must be equal, qk_norm={} and qkv_bias={} off, rotary_size={} below "
+                "the {} features of a head, and value_size={} at most as many; query_rank={} must not be below 0",
+                o.kv_rank, o.heads, o.kv_heads, o.qk_norm, o.qkv_bias, o.turning_features(), head, o.value_size, o.query_rank);
+  SHARD_REQUIRE(!o.rope_scaling.yarn || o.rope_theta > 1, "llama", "with yarn rope_theta must be above 1, got {}",
+                o.rope_theta);
 }
 
 void require_valid(const LlamaOptions& o) {
@@ -118,6 +172,7 @@ void require_valid(const LlamaOptions& o) {
                 "window={} and full_layers={} must not be below 0, and document_end={} must be one of the {} tokens, or -1",
                 o.window, o.full_layers, o.document_end, o.vocab);
   SHARD_REQUIRE(o.heads % o.kv_heads == 0, "llama", "heads={} must be a multiple of kv_heads={}", o.heads, o.kv_heads);
+  require_valid_latent(o);
 }
 
 }  // namespace
@@ -133,9 +188,8 @@ at::Tensor RmsNormImpl::forward(at::Tensor x) {
   return (wide * at::rsqrt(wide.square().mean(-1, /*keepdim=*/true) + eps_)).to(x.scalar_type()) * weight;
 }
 
-LlamaAttentionImpl::LlamaAttentionImpl(const LlamaOptions& options)
-    : head_size_(options.features_of_head()), theta_(options.rope_theta), scaling_(options.rope_scaling) {
-  const int64_t queries = options.heads * head_size_, keys = options.kv_heads * head_size_;
+LlamaAttentionImpl::LlamaAttentionImpl(const LlamaOptions& options) : options_(options) {
+  const int64_t head = options.features_of_head(), queries = options.heads * head, keys = options.kv_heads * head;
   q_proj_ = register_module("q_proj", Linear(plain(options.hidden, queries, options.qkv_bias)));
   k_proj_ = register_module("k_proj", Linear(plain(options.hidden, keys, options.qkv_bias)));
   v_proj_ = register_module("v_proj", Linear(plain(options.hidden, keys, options.qkv_bias)));
@@ -143,8 +197,8 @@ LlamaAttentionImpl::LlamaAttentionImpl(const LlamaOptions& options)
   attend_ = register_module("attend", Attention(AttentionSight(/*causal=*/true, options.window), options.attention_dropout));
   o_proj_ = register_module("o_proj", Linear(plain(queries, options.hidden)));
   if (options.qk_norm) {
-    q_norm_ = register_module("q_norm", RmsNorm(head_size_, options.norm_eps));
-    k_norm_ = register_module("k_norm", RmsNorm(head_size_, options.norm_eps));
+    q_norm_ = register_module("q_norm", RmsNorm(head, options.norm_eps));
+    k_norm_ = register_module("k_norm", RmsNorm(head, options.norm_eps));
   }
 }
 
@@ -152,17 +206,66 @@ LlamaAttentionImpl::LlamaAttentionImpl(const LlamaOptions& options)
 at::Tensor LlamaAttentionImpl::forward(at::Tensor x, at::Tensor documents) {
   const at::Tensor both = x.view_as(x);
   const at::Tensor q = call(q_proj_, x), k = call(k_proj_, both), v = call(v_proj_, both);
-  const int64_t batch = q.size(0), length = q.size(1);
+  const int64_t batch = q.size(0), length = q.size(1), head = options_.features_of_head();
   const auto heads = [&](const at::Tensor& part, const RmsNorm& norm) {
-    const at::Tensor each = part.view({batch, length, part.size(-1) / head_size_, head_size_});
+    const at::Tensor each = part.view({batch, length, part.size(-1) / head, head});
     return (norm.is_empty() ? each : call(norm, each)).transpose(1, 2);
   };
   const at::Tensor positions = positions_->forward(length);
-  const Rope rope{head_size_, theta_, scaling_};
+  const Rope rope = rope_of(options_);
   const Turn turn = is_canonical() ? canonical_turn_of(positions, rope, q.device()) : turn_of(positions, rope, q);
-  const at::Tensor queries = rotated(heads(q, q_norm_), turn), keys = rotated(heads(k, k_norm_), turn);
+  const at::Tensor queries = rotated_first(heads(q, q_norm_), turn), keys = rotated_first(heads(k, k_norm_), turn);
   const at::Tensor attended = call(attend_, queries, keys, heads(v, nullptr), documents);
   return call(o_proj_, attended.transpose(1, 2).reshape({batch, length, q.size(-1)}));
+}
+
+LatentAttentionImpl::LatentAttentionImpl(const LlamaOptions& o) : options_(o) {
+  const int64_t head = o.features_of_head(), turning = o.turning_features(), value = o.features_of_value();
+  if (o.query_rank > 0) {
+    q_a_proj_ = register_module("q_a_proj", Linear(plain(o.hidden, o.query_rank)));
+    q_a_norm_ = register_module("q_a_layernorm", RmsNorm(o.query_rank, kLatentEps));
+    q_b_proj_ = register_module("q_b_proj", Linear(plain(o.query_rank, o.heads * head)));
+  } else {
+    q_proj_ = register_module("q_proj", Linear(plain(o.hidden, o.heads * head)));
+  }
+  kv_a_proj_ = register_module("kv_a_proj_with_mqa", Linear(plain(o.hidden, o.kv_rank + turning)));
+  kv_a_norm_ = register_module("kv_a_layernorm", RmsNorm(o.kv_rank, kLatentEps));
+  kv_b_proj_ = register_module("kv_b_proj", Linear(plain(o.kv_rank, o.heads * (head - turning + value))));
+  shared_key_ = register_module("shared_key", std::make_shared<torch::nn::Module>("shared_key"));
+  positions_ = register_module("positions", Positions());
+  attend_ = register_module("attend", Attention(AttentionSight(/*causal=*/true, o.window), o.attention_dropout));
+  o_proj_ = register_module("o_proj", Linear(plain(o.heads * value, o.hidden)));
+}
+
+// Heads are counted from what the projections give. Attention takes values as wide as keys, so they get zeros. Canonically the
+// gradients of the features that all keys share are rounded head by head, before any sum of them.
+at::Tensor LatentAttentionImpl::forward(at::Tensor x, at::Tensor documents) {
+  const int64_t head = options_.features_of_head(), turning = options_.turning_features(), still = head - turning;
+  const int64_t value = options_.features_of_value();
+  const at::Tensor both = x.view_as(x);
+  const at::Tensor q = q_proj_ ? call(q_proj_, x) : call(q_b_proj_, call(q_a_norm_, call(q_a_proj_, x)));
+  const at::Tensor compressed = call(kv_a_proj_, both);
+  const at::Tensor kv = call(kv_b_proj_, call(kv_a_norm_, compressed.narrow(-1, 0, options_.kv_rank)));
+  const auto unchanged = [](at::Tensor own) { return own; };
+  const at::Tensor shared = call_as(*shared_key_, unchanged, compressed.narrow(-1, options_.kv_rank, turning));
+  const at::Tensor queries = in_heads(q, head), parts = in_heads(kv, still + value);
+  const int64_t batch = q.size(0), length = q.size(1), heads = queries.size(1);
+  at::Tensor of_heads = shared.unsqueeze(1).expand({batch, heads, length, turning});
+  if (is_canonical()) of_heads = canonical_ops::round(of_heads);
+  const at::Tensor positions = positions_->forward(length);
+  const Rope rope = rope_of(options_);
+  const Turn turn = is_canonical() ? canonical_turn_of(positions, rope, q.device()) : turn_of(positions, rope, q);
+  const auto turned = [&](const at::Tensor& still_part, const at::Tensor& part) {
+    return at::cat({still_part.narrow(-1, 0, still), rotated(part, turn, options_.rope_interleaved)}, -1);
+  };
+  at::Tensor turned_queries = turned(queries, queries.narrow(-1, still, turning));
+  if (const RopeScaling& scaling = options_.rope_scaling; scaling.yarn) {
+    const double more = 1 + scaling.mscale / 10 * std::log(scaling.factor);
+    turned_queries = turned_queries * (more * more);
+  }
+  const at::Tensor values = at::constant_pad_nd(parts.narrow(-1, still, value), {0, head - value});
+  const at::Tensor attended = call(attend_, turned_queries, turned(parts, of_heads), values, documents).narrow(-1, 0, value);
+  return call(o_proj_, attended.transpose(1, 2).reshape({batch, length, heads * value}));
 }
 
 LlamaMlpImpl::LlamaMlpImpl(int64_t hidden, int64_t intermediate) {
@@ -194,7 +297,10 @@ at::Tensor MoeMlpImpl::forward(at::Tensor x) {
 }
 
 LlamaLayerImpl::LlamaLayerImpl(const LlamaOptions& options, bool has_experts) {
-  attention_ = register_module("self_attn", LlamaAttention(options));
+  if (options.kv_rank > 0)
+    latent_ = register_module("self_attn", LatentAttention(options));
+  else
+    attention_ = register_module("self_attn", LlamaAttention(options));
   if (has_experts)
     moe_ = register_module("mlp", MoeMlp(options));
   else
@@ -204,8 +310,11 @@ LlamaLayerImpl::LlamaLayerImpl(const LlamaOptions& options, bool has_experts) {
 }
 
 at::Tensor LlamaLayerImpl::forward(at::Tensor x, at::Tensor documents) {
-  const at::Tensor attended = call(input_norm_, x);
-  x = x + (documents.defined() ? call(attention_, attended, documents) : call(attention_, attended));
+  const at::Tensor normed_x = call(input_norm_, x);
+  const auto attended = [&](auto& attention) {
+    return documents.defined() ? call(attention, normed_x, documents) : call(attention, normed_x);
+  };
+  x = x + (latent_ ? attended(latent_) : attended(attention_));
   const at::Tensor normed = call(attention_norm_, x);
   return x + (moe_ ? call(moe_, normed) : call(mlp_, normed));
 }
@@ -246,6 +355,27 @@ at::Tensor LlamaImpl::forward(at::Tensor tokens) {
   return call_as(*tied_head_, head, x);
 }
 
+namespace {
+
+// Latents are whole, and their gradients too: the layers of heads sum them.
+auto latent_styles(const LlamaOptions& o) {
+  const std::string at = "model.layers.*.self_attn.";
+  const int64_t head = o.features_of_head(), value = o.features_of_value();
+  const auto cut = [&](int64_t features) { return std::vector<CutSegment>{{o.heads * features, features}}; };
+  decltype(ParallelPlan::styles) styles = {
+      {at + (o.query_rank > 0 ? "q_b_proj" : "q_proj"), ColumnParallel{.segments = cut(head)}},
+      {at + "kv_b_proj", ColumnParallel{.segments = cut(head - o.turning_features() + value)}},
+      {at + "kv_a_proj_with_mqa", SequenceParallel{}},
+      {at + "*_layernorm", SequenceParallel{}},
+      {at + "shared_key", ColumnInput{}},
+      {at + "attend", CutAttention{cut(1), cut(1)}},
+      {at + "o_proj", RowParallel{.segments = cut(value)}}};
+  if (o.query_rank > 0) styles.emplace_back(at + "q_a_proj", SequenceParallel{});
+  return styles;
+}
+
+}  // namespace
+
 ParallelPlan llama_plan(const LlamaOptions& options, int64_t ranks, bool sequence_parallel) {
   SHARD_REQUIRE(ranks <= options.kv_heads || options.heads % ranks == 0, "llama",
                 "{} heads over {} ranks, which share {} key-value heads: each rank must have as many", options.heads, ranks,
@@ -271,6 +401,10 @@ ParallelPlan llama_plan(const LlamaOptions& options, int64_t ranks, bool sequenc
   const auto erase = [&plan](const char* prefix) {
     std::erase_if(plan.styles, [prefix](const auto& style) { return style.first.starts_with(prefix); });
   };
+  if (options.kv_rank > 0) {
+    erase("model.layers.*.self_attn.");
+    std::ranges::move(latent_styles(options), std::back_inserter(plan.styles));
+  }
   if (options.layers == 0) erase("model.layers.");
   if (options.router.experts > 0) {
     if (options.dense_layers == 0) erase("model.layers.*.mlp.");

@@ -14,6 +14,7 @@
 #include "shardproof/comm/capturable.h"
 #include "shardproof/comm/comparing.h"
 #include "shardproof/nn/attention.h"
+#include "shardproof/parallel/experts/router.h"
 #include "testing/base/call_label.h"
 
 namespace shardproof {
@@ -79,6 +80,7 @@ Sharded::Impl::Impl(std::shared_ptr<torch::nn::Module> given, std::shared_ptr<Me
                 "Numerics::canonical with experts that {} ranks share: their gradients are added in floating point first, so "
                 "bits would depend on the mesh. Give ExpertParallel one rank, or use_canonical_arithmetic",
                 parallel->expert_ranks());
+  share_router_counts(*module, comms);
   if (parallel) {
     add_finishing_step({"parallel terms", kParallelOrder, [](Sharded& sharded) { sum_parallel_terms(sharded.impl()); }});
     if (parallel->plan().compare_replicas && parallel->parts() > 1) add_finishing_step(comparison_of_replicas());

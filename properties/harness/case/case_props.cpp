@@ -143,6 +143,7 @@ TEST(Case, every_field_of_experts_is_in_the_text_and_has_simpler_values) {
                                                             [](Llama& m) { m.expert_balance = 0.5; },
                                                             [](Llama& m) { m.expert_z = 0.25; },
                                                             [](Llama& m) { m.expert_bias = 0.125; },
+                                                            [](Llama& m) { m.expert_lean = 0.125; },
                                                             [](Llama& m) { m.expert_capacity = 1.25; },
                                                             [](Llama& m) { m.dense_layers = 1; },
                                                             [](Llama& m) { m.score = Llama::Score::chosen_softmax; },
@@ -169,6 +170,40 @@ TEST(Case, every_field_of_experts_is_in_the_text_and_has_simpler_values) {
                            ",experts=6,expert_groups=3,groups_per_token=2)", ",experts=6,top_k=2)",
                            ",experts=6,top_k=2,expert_groups=3)", ",experts=6,top_k=2,expert_groups=2,groups_per_token=2)"})
     EXPECT_TRUE(simpler.contains(rest)) << rest;
+}
+
+TEST(Case, every_field_of_latent_attention_is_in_the_text_and_without_it_none_is) {
+  const char* text =
+      "llama(layers=1,hidden=8,heads=2,kv_heads=2,intermediate=7,vocab=9,positions=5,rope_factor=8,rope_yarn,rope_mscale=0.5,"
+      "rotary_size=2,kv_rank=3,query_rank=4,value_size=1,interleaved) mesh(dp_shard=2) zero1 sgd(lr=0.1) ordered seed=1 : step";
+  const Case base = Case::parse(text);
+  EXPECT_EQ(base.str(), text);
+  std::set<std::string> simpler;
+  for (const ModelField& field : model_fields(base.model.kind))
+    for (const golden::Model& model : field.simpler(base.model)) {
+      Case c = base;
+      c.model = model;
+      if (is_valid(c)) simpler.insert(str(model).substr(str(model).find("rope_factor=8") + 13));
+    }
+  EXPECT_TRUE(simpler.contains(")")) << "latent attention stays";
+  const std::string rest = ",rope_yarn,rope_mscale=0.5,rotary_size=2,kv_rank=3,";
+  EXPECT_TRUE(simpler.contains(rest + "value_size=1,interleaved)"));
+  EXPECT_TRUE(simpler.contains(rest + "query_rank=4,interleaved)"));
+  EXPECT_TRUE(simpler.contains(rest + "query_rank=4,value_size=1)"));
+  const auto refused = [](const std::string& fields, std::initializer_list<std::string> words) {
+    expect_error(
+        [&] {
+          Case::parse("llama(layers=1,hidden=8,heads=2,kv_heads=2," + fields +
+                      ") mesh(dp_shard=2) zero1 sgd(lr=0.1) ordered seed=1 : step");
+        },
+        words);
+  };
+  refused("rotary_size=3", {"rotary_size=3 must be even and at most the 4 features"});
+  refused("query_rank=3", {"query_rank=3", "are of latent attention"});
+  refused("rope_mscale=1", {"rope_mscale=1", "is of rope_yarn"});
+  refused("kv_rank=3", {"rotary_size=4 below the 4 features"});
+  refused("kv_rank=3,rotary_size=2,qk_norm", {"neither qk_norm nor qkv_bias"});
+  refused("kv_rank=3,rotary_size=2,value_size=5", {"value_size=5 at most the 4 features"});
 }
 
 TEST(Case, what_equals_its_default_is_left_out) {
@@ -251,6 +286,7 @@ TEST(Case, what_cannot_run_is_refused) {
   refused("gpt(hidden=8,heads=2) mesh(dp_shard=1,tp=3) ddp sgd(lr=1) fast seed=1 : step", {"heads=2", "tp=3"});
   refused("gpt(hidden=9,heads=3,positions=4) mesh(dp_shard=1,tp=3) ddp(sp=1) sgd(lr=1) fast seed=1 : step", {"positions=4"});
   refused("mlp(widths=3-3) mesh(dp_shard=1,tp=3) ddp(sp=1) sgd(lr=1) fast seed=1 : step", {"sp", "gpt"});
+  refused("mlp(widths=3-3) mesh(dp_shard=1,tp=3) ddp(etp=1) sgd(lr=1) fast seed=1 : step", {"etp", "experts=4"});
   refused("mlp(widths=3-3) mesh(dp_shard=3) ddp(overlap_pieces=2) sgd(lr=1) fast seed=1 : step", {"overlap_pieces", "tp"});
   refused("mlp(widths=3-3) mesh(dp_shard=1,tp=3) ddp(overlap_pieces=0) sgd(lr=1) fast seed=1 : step", {"overlap_pieces=0"});
   const std::string llama =
@@ -307,10 +343,10 @@ TEST(Case, experts_that_cannot_run_are_refused) {
   expect_error(
       [] {
         Case::parse(
-            "llama(experts=2,expert_bias=0.1) mesh(dp_shard=2) zero1(arithmetic=canonical,loss=sum) sgd(lr=0.1) "
-            "canonical seed=1 : step");
+            "llama(experts=2,expert_balance=0.5,expert_balance_over=step) mesh(dp_shard=2) zero1 sgd(lr=0.1) fast seed=1 "
+            ": accumulate(2) step");
       },
-      {"arithmetic=canonical has no losses and biases of routers"});
+      {"expert_balance_over=step", "leave out accumulate(2)"});
 }
 
 TEST(Generate, every_case_is_valid_and_a_function_of_seed_and_index) {

@@ -89,5 +89,5 @@ TEST(HuggingFace, names_go_and_come_back) {
       EXPECT_EQ(recipe->turned, family == "gpt2" && name.starts_with("h.") && shape.size() == 2) << name;
     }
   }
-  EXPECT_TRUE(is_no_weight("gpt2", "transformer.h.0.attn.bias"));
+  EXPECT_TRUE(is_no_weight("gpt2", "transformer.h.0.attn.bias", {}));
 }

@@ -35,6 +35,7 @@ struct Planned {
   int64_t delayed_bytes = 0;
   bool side_by_side = false;
   int64_t expert_ranks = 1;
+  bool cut_experts = false;
   ContextAttention attention = ContextAttention::ring;
 };
 
@@ -91,6 +92,8 @@ const std::vector<Planned>& all_planned() {
       {.model = kMoe, .mesh = "dp_shard=2", .strategy = "zero3"},
       {.model = kMoe, .mesh = "dp_shard=4", .strategy = "zero3", .dtype = "bf16", .rounds = 2, .expert_ranks = 2},
       {.model = kMoe, .mesh = "dp_shard=2,tp=2", .strategy = "zero2", .sequence_parallel = true, .expert_ranks = 2},
+      {.model = kMoe, .mesh = "dp_shard=1,tp=4", .strategy = "zero3", .rounds = 2, .cut_experts = true},
+      {.model = kMoe, .mesh = "dp_shard=2,tp=2", .strategy = "zero3", .expert_ranks = 2, .cut_experts = true},
       {.model = kMoe, .mesh = "dp_replicate=2,dp_shard=2", .strategy = "hfsdp", .recompute = true, .expert_ranks = 2},
       {.model = kBusyMoe, .mesh = "dp_shard=2,cp=2", .strategy = "zero3", .rounds = 2, .expert_ranks = 4},
       {.model = kBusyMoe, .mesh = "dp_shard=2", .strategy = "zero1", .expert_ranks = 2},
@@ -99,10 +102,10 @@ const std::vector<Planned>& all_planned() {
 }
 
 std::string words(const Planned& planned) {
-  return fmt::format("{} {} on {} in {}{}{}, {} bytes of delayed gradients, experts over {}, attention {}", planned.strategy,
+  return fmt::format("{} {} on {} in {}{}{}, {} bytes of delayed gradients, experts over {}{}, attention {}", planned.strategy,
                      planned.model, planned.mesh, planned.dtype, planned.offload_activations ? ", activations on the host" : "",
                      planned.side_by_side ? ", side by side" : "", planned.delayed_bytes, planned.expert_ranks,
-                     static_cast<int>(planned.attention));
+                     planned.cut_experts ? " and cut inside" : "", static_cast<int>(planned.attention));
 }
 
 DryRun dry_of(const Planned& planned) {
@@ -113,6 +116,7 @@ DryRun dry_of(const Planned& planned) {
   run.what.options.sequence_parallel = planned.sequence_parallel;
   run.what.options.overlap_pieces = planned.overlap_pieces;
   run.what.options.ep = planned.expert_ranks;
+  run.what.options.etp = planned.cut_experts;
   run.what.options.context_attention = static_cast<int64_t>(planned.attention);
   run.rounds = planned.rounds;
   run.samples = 2;

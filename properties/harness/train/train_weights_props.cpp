@@ -224,6 +224,25 @@ TEST_F(TrainWeights, what_is_no_such_folder_is_refused) {
   expect_error([&] { steps_of(options, data); }, {there.weights});
 }
 
+TEST(Weights, of_experts_get_what_keeps_them_busy_from_the_model_that_is_given) {
+  const golden::Model there = harness::parse_model("llama(layers=2,experts=4,top_k=1)");
+  const std::string more = "expert_balance=0.5,expert_balance_over=step,expert_z=0.25,expert_capacity=2";
+  const std::string text = "llama(experts=4," + more + ")";
+  const golden::Model busy = harness::with_busy_experts(there, text);
+  harness::require_same_model(text, busy, "config.json");
+  EXPECT_EQ(busy.llama.experts_per_token, 1);
+  EXPECT_EQ(busy.llama.expert_balance, 0.5);
+  EXPECT_EQ(busy.llama.balance_over, golden::Llama::BalanceOver::step);
+  EXPECT_EQ(busy.llama.expert_z, 0.25);
+  EXPECT_EQ(busy.llama.expert_capacity, 2);
+  const std::string rate = "llama(experts=4,expert_bias=0.125)";
+  expect_error([&] { harness::require_same_model(rate, harness::with_busy_experts(there, rate), "config.json"); },
+               {"--model has expert_bias=0.125", "config.json has the usual expert_bias"});
+  golden::Model biased = there;
+  biased.llama.expert_lean = 1;
+  EXPECT_EQ(harness::with_busy_experts(biased, rate).llama.expert_bias, 0.125);
+}
+
 TEST_F(TrainWeights, text_is_not_given_to_a_model_of_more_tokens_than_bytes) {
   const Scratch scratch;
   golden::Model model = harness::parse_model("gpt(layers=1,hidden=8,heads=2,vocab=300,positions=12)");

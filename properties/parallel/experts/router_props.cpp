@@ -289,6 +289,107 @@ TEST(Routers, a_capacity_where_sequences_are_cut_is_refused_on_every_rank) {
   });
 }
 
+namespace {
+
+RouterOptions over_step(RouterScore score) {
+  return {.experts = kExperts, .score = score, .balance_loss = 0.5, .balance_over = BalanceOver::step, .z_loss = 0.25};
+}
+
+// The loss of logits of a step, and their gradient.
+std::pair<at::Tensor, at::Tensor> loss_and_gradient(Bare& router, const at::Tensor& given) {
+  const at::Tensor logits = given.clone().requires_grad_();
+  AuxiliaryLosses auxiliary;
+  const Routes routes = router.choose(logits);
+  const at::Tensor loss = auxiliary.add_to(routes.weights.sum() * 0);
+  (loss * 0.375).backward();
+  return {loss.detach(), logits.grad()};
+}
+
+}  // namespace
+
+// Also of ranks without a sequence, and of those along tp, which have the same ones.
+TEST(Routers, a_balance_over_the_step_is_of_the_tokens_of_all_ranks) {
+  const at::Tensor logits = toy::data({4, 3, kExperts}, 4).mul(2).to(at::kDouble);
+  for (const RouterScore score : {RouterScore::softmax, RouterScore::sigmoid})
+    for (const bool canonical : {false, true}) {
+      Bare alone(over_step(score));
+      if (canonical) alone.use_canonical("alone");
+      const auto [whole, of_whole] = loss_and_gradient(alone, logits);
+      RouterOptions of_sequences = over_step(score);
+      of_sequences.balance_over = BalanceOver::sequence;
+      Bare other(of_sequences);
+      EXPECT_FALSE(at::allclose(of_whole, loss_and_gradient(other, logits).second, 1e-4, 1e-4));
+      for (const int64_t first : {2, 1, 4})
+        on_mesh(Mesh({{"dp_shard", 2}, {"tp", 3}}), [&, &whole = whole, &of_whole = of_whole](const auto& comms) {
+          const int64_t begin = comms->data_rank() == 0 ? 0 : first, count = comms->data_rank() == 0 ? first : 4 - first;
+          Bare router(over_step(score));
+          if (canonical) router.use_canonical("router");
+          share_router_counts(router, comms);
+          const auto [own, gradient] = loss_and_gradient(router, logits.narrow(0, begin, count));
+          at::Tensor sum = own.clone();
+          comms->along({"dp_shard"}).all_reduce(sum).wait();
+          const at::Tensor expected = of_whole.narrow(0, begin, count);
+          if (canonical) EXPECT_TRUE(same_bits(sum, whole) && same_bits(gradient, expected)) << sum << whole;
+          EXPECT_NEAR(sum.template item<double>(), whole.item<double>(), 1e-12);
+          EXPECT_TRUE(at::allclose(gradient, expected, 1e-10, 1e-12));
+        });
+    }
+}
+
+TEST(Routers, losses_in_canonical_arithmetic_are_close_to_plain_ones_and_do_not_know_the_batch) {
+  for (const RouterScore score : {RouterScore::softmax, RouterScore::chosen_softmax, RouterScore::sigmoid}) {
+    RouterOptions options = over_step(score);
+    options.balance_over = BalanceOver::sequence;
+    Bare plain(options), canonical(options);
+    canonical.use_canonical("canonical");
+    const at::Tensor logits = toy::data({4, 3, kExperts}, 5).mul(2).to(at::kDouble);
+    const auto [loss, gradient] = loss_and_gradient(canonical, logits);
+    const auto [expected, of_plain] = loss_and_gradient(plain, logits);
+    EXPECT_NEAR(loss.item<double>(), expected.item<double>(), 1e-10);
+    EXPECT_TRUE(at::allclose(gradient, of_plain, 1e-9, 1e-11));
+    at::Tensor sum = at::zeros({}, at::kDouble);
+    for (int64_t s = 0; s < 4; ++s) {
+      const auto [own, of_own] = loss_and_gradient(canonical, logits.narrow(0, s, 1));
+      sum += own;
+      EXPECT_TRUE(same_bits(of_own, gradient.narrow(0, s, 1)));
+    }
+    EXPECT_TRUE(same_bits(sum, loss));
+  }
+}
+
+// A forward that runs again in a backward is the same one.
+TEST(Routers, a_balance_over_the_step_has_one_forward_in_a_step) {
+  RouterOptions options = over_step(RouterScore::sigmoid);
+  std::vector<at::Tensor> gradients;
+  for (const bool recompute : {false, true})
+    on_mesh(ranks(2), [&](const std::shared_ptr<MeshComm>& comms) {
+      MoeMlp moe = layer(options);
+      Sharded sharded = fully_shard(moe.ptr(), comms, {.recompute = recompute ? UnitSelector(everything) : UnitSelector()});
+      const auto forward = [&](int64_t salt) {
+        AuxiliaryLosses auxiliary;
+        return auxiliary.add_to(call(moe, batch(salt)).square().sum());
+      };
+      for (int64_t step = 0; step < 2; ++step) {
+        sharded.zero_gradients();
+        forward(3 + comms->rank()).backward();
+        {
+          const at::NoGradGuard evaluation;
+          (void)call(moe, batch(6));
+        }
+        const std::map<std::string, at::Tensor> whole = sharded.gather_gradients();
+        for (const auto& [name, gradient] : whole)
+          if (comms->rank() == 0) gradients.push_back(gradient.clone());
+        if (step == 0) forget_router_counts(*moe);
+      }
+      expect_error([&] { (void)forward(5); }, {"experts", "a second training forward in a step", "BalanceOver::sequence"});
+      update_router_biases(*moe, *comms);
+      EXPECT_NO_THROW(forward(5));
+    });
+  ASSERT_GT(gradients.size(), 2);
+  for (size_t each = gradients.size() / 4, i = each; i < gradients.size(); ++i)
+    EXPECT_TRUE(same_bits(gradients[i], gradients[i % each])) << i;
+}
+
 TEST(Routers, a_loss_that_nobody_takes_is_an_error) {
   MoeMlp moe = layer(options_with(0.5, 0, 0));
   expect_error([&] { call(moe, batch(1)); }, {"auxiliary_losses", "nobody collects it", "Make an AuxiliaryLosses"});

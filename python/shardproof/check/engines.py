@@ -149,7 +149,7 @@ def fsdp2_ep(
     ranks = mesh["dp"].size()
     alone: set[nn.Parameter] = set()
     expert_mesh = init_device_mesh(mesh.device_type, (ranks // ep, ep), mesh_dim_names=("dp_shard", "ep"))
-    for module in [module for name, module in model.named_modules() if name.endswith("experts")]:
+    for module in [module for name, module in model.named_modules() if name.endswith(".experts")]:
         count = len(next(module.parameters()))
         module.forward = exchanged(module.forward, count, expert_mesh.get_group("ep"))
         for name, p in list(module.named_parameters()):
@@ -157,7 +157,7 @@ def fsdp2_ep(
             setattr(module, name, nn.Parameter(cut, p.requires_grad))
         # What other ranks along ep would have added they have sent, so it is divided by all ranks, as other gradients are.
         if ep < ranks or over_one:
-            fully_shard(module, mesh=expert_mesh["dp_shard"], reshard_after_forward=reshard)
+            fully_shard(module, mesh=expert_mesh["dp_shard"], reshard_after_forward=bool(reshard))
             module.set_gradient_divide_factor(ranks)
             module.set_force_sum_reduction_for_comms(True)  # Gloo cannot multiply
         else:

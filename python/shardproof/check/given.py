@@ -5,13 +5,15 @@ The harness sends the run as golden/oracle.py takes it, and a setup, in JSON:
     engine, ranks       a name of ENGINES or "module:function"; "threads" or "processes"
     units, reshard      which modules are units ("root", "block" or "leaf"), and FSDP2's `reshard_after_forward`
     precision           the dtype to compute in, e.g. "bfloat16"; "float32" is that of the parameters
-    segments            from load to load: mesh, first and last step, and the step before which what is loaded was saved
+    segments            from load to load: mesh, how many ranks share the experts of a layer (ep), first and last step, and the
+                        step before which what is loaded was saved
     steps               of each: whether a round is synchronized, and the flags eval, discard, unshard, save
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 from dataclasses import dataclass
@@ -21,9 +23,10 @@ from typing import Any, Callable
 import numpy as np
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from . import engines
+from . import engines, models
 from .assemble import Misplaced, Piece, assemble
 from .case import Trial
 from .verdict import Verdict
@@ -41,6 +44,7 @@ class Built:
     reshard: bool | int
     precision: torch.dtype | None
     may_be_unused: bool
+    ep: int
 
 
 def ddp(built: Built, mesh):
@@ -60,18 +64,34 @@ def fsdp2_tp(built: Built, mesh):
     return engines.fsdp2_tp(built.model, mesh, built.units, built.reshard, plan=tensor_plan(built.model))
 
 
+def fsdp2_ep(built: Built, mesh):
+    units = [unit for unit in built.units if not isinstance(unit, RoutedExperts)]  # which it makes units itself
+    return engines.fsdp2_ep(built.model, mesh, built.ep, units, built.reshard)
+
+
 ENGINES: dict[str, Callable[[Built, Any], Any]] = {
     "torch-ddp": ddp,
     "torch-fsdp2": fsdp2,
     "torch-tp": tp,
     "torch-fsdp2-tp": fsdp2_tp,
+    "torch-fsdp2-ep": fsdp2_ep,
 }
 
 
-def engine_of(name: str) -> Callable[[Built, Any], Any]:
-    """An engine of this module, or a function of the user's that takes a model and a mesh."""
+@dataclass
+class Engine:
+    parallelize: Callable[[Built, Any], Any]
+    takes_ep: bool
+    """Whether ranks share experts in it, which then get the rows of their own tokens alone (`RoutedExperts`)."""
+
+
+def engine_of(name: str) -> Engine:
+    """An engine of this module, or a function of the user's that takes a model and a mesh, and `ep` if it has a parameter of
+    that name."""
     if name in ENGINES:
-        return ENGINES[name]
+        return Engine(ENGINES[name], bool(engines.ENGINES[name].ep))
+    if name == "shardproof-ep":
+        raise LookupError("shardproof-ep is this library, whose own cases with ep `verify` draws without --engine")
     if name == "megatron-fsdp":
         raise LookupError("megatron-fsdp runs on CUDA devices only, and here engines train on the CPU")
     module, _, function = name.partition(":")
@@ -81,7 +101,37 @@ def engine_of(name: str) -> Callable[[Built, Any], Any]:
         parallelize = getattr(importlib.import_module(module), function)
     except Exception as error:  # noqa: BLE001 - the user's module may raise anything
         raise LookupError(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
-    return lambda built, mesh: parallelize(built.model, mesh)
+    takes_ep = callable(parallelize) and "ep" in inspect.signature(parallelize).parameters
+    told = lambda built: {"ep": built.ep} if takes_ep else {}
+    return Engine(lambda built, mesh: parallelize(built.model, mesh, **told(built)), takes_ep)
+
+
+class RoutedExperts(nn.Module):
+    """Experts of golden/oracle.py that are called like those of `models`: with rows, and with the experts of each."""
+
+    def __init__(self, given: nn.Module) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = given.gate_up_proj, given.down_proj
+
+    def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        def plain(rows, into, out):
+            gate, up = (rows @ into.T).chunk(2, dim=-1)
+            return (F.silu(gate) * up) @ out.T
+
+        return models.routed(plain, (self.gate_up_proj, self.down_proj), x, experts, weights)
+
+
+def route(mixture: nn.Module) -> None:
+    """Has a mixture of golden/oracle.py, which asks every expert about every token, give them the rows that they are asked."""
+    mixture.experts = RoutedExperts(mixture.experts)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, -2)
+        weights, experts = mixture.weights(mixture.gate(rows)).topk(mixture.per_token)
+        y = mixture.experts(rows, experts, mixture.scale * weights).view_as(x)
+        return y if mixture.shared_experts is None else y + mixture.shared_experts(x)
+
+    mixture.forward = forward
 
 
 def tensor_plan(model: nn.Module) -> dict[str, Any]:
@@ -135,27 +185,31 @@ class GivenCase(Trial):
         self.oracle = oracle
         self.setup = json.loads(setup)
         self.run = run
-        self.parallelize = engine_of(self.setup["engine"])
+        self.engine = engine_of(self.setup["engine"])
         self.segments = [SimpleNamespace(ranks=int(np.prod(list(s["mesh"].values()))), **s) for s in self.setup["segments"]]
         self.steps = [{**step, **own} for step, own in zip(run["steps"], self.setup["steps"])]
 
-    def build(self) -> Built:
+    def build(self, ep: int) -> Built:
         model = self.oracle.make_model(self.run["kind"], self.run["model"], self.run["parameters"]).to(torch.float32)
         frozen = self.steps[0]["frozen"]
         for name, parameter in self.oracle.parameters_of(model):
             parameter.requires_grad_(name not in frozen)
+        if self.engine.takes_ep:
+            for mixture in [module for module in model.modules() if isinstance(module, self.oracle.Mixture)]:
+                route(mixture)
         precision = getattr(torch, self.setup["precision"])
         units = units_of(model, self.setup["units"], _tied(self.run["model"], self.run["kind"]))
         reshard = {0: False, 1: True}.get(self.setup["reshard"], self.setup["reshard"])
-        return Built(model, units, reshard, None if precision == torch.float32 else precision, self.run["kind"] == "odd")
+        low = None if precision == torch.float32 else precision
+        return Built(model, units, reshard, low, self.run["kind"] == "odd", ep)
 
     def train(self, index: int, folder: str, comm: Any = None) -> list[dict[str, Any]]:
         segment = self.segments[index]
         mesh = init_device_mesh("cpu", tuple(segment.mesh.values()), mesh_dim_names=tuple(segment.mesh))
-        built = self.build()
+        built = self.build(segment.ep)
         if segment.load is not None:
             spoil(built.model)
-        sharded = self.parallelize(built, mesh)
+        sharded = self.engine.parallelize(built, mesh)
         sharded = sharded if isinstance(sharded, Sharded) else Sharded(sharded)
         optimizer = self.make_optimizer(sharded)
         if segment.load is not None:

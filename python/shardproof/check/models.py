@@ -65,6 +65,17 @@ class Conv(nn.Module):
         return self.head(x.mean(2))
 
 
+def routed(plain, parameters, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """For each row of x the sum of what its experts give, times their weights. `plain(rows, *own)` is one expert with its parts
+    of the parameters, in which experts lie along the first dim."""
+    held = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    order = experts.flatten().argsort(stable=True)
+    counts = experts.flatten().bincount(minlength=len(held[0])).tolist()
+    parts = x.index_select(0, order // experts.shape[1]).split(counts)
+    given = torch.cat([plain(part, *own) for part, *own in zip(parts, *(p.unbind() for p in held))])
+    return (given[order.argsort()].view(*experts.shape, x.shape[1]) * weights.unsqueeze(-1)).sum(1)
+
+
 class Experts(nn.Module):
     """Two matrices for each expert, one expert behind the other along the first dim."""
 
@@ -74,13 +85,8 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(count, width, hidden) / hidden**0.5)
 
     def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """For each row of x the sum of what its experts give, times their weights."""
-        up, down = (p.to_local() if isinstance(p, DTensor) else p for p in (self.up, self.down))
-        order = experts.flatten().argsort(stable=True)
-        counts = experts.flatten().bincount(minlength=len(up)).tolist()
-        parts = x.index_select(0, order // experts.shape[1]).split(counts)
-        given = torch.cat([torch.tanh(part @ u.T) @ d.T for part, u, d in zip(parts, up.unbind(), down.unbind())])
-        return (given[order.argsort()].view(*experts.shape, x.shape[1]) * weights.unsqueeze(-1)).sum(1)
+        plain = lambda rows, up, down: torch.tanh(rows @ up.T) @ down.T
+        return routed(plain, (self.up, self.down), x, experts, weights)
 
 
 class Mixture(nn.Module):

@@ -102,6 +102,8 @@ class Counterexample:
         v = self.verdict
         text = f"  {v.kind.upper()} [{v.where}], {self.confirmed} of {self.of} reruns on {self.ranks}"
         text += f"\n    replay: {v.line}\n    {v.message}"
+        if self.ranks == "processes" and not self.script:
+            text += "\n    no script: the source of a function cannot be read, or it imports from a package of its own"
         for rank, trace in sorted(v.traces.items()):
             text += f"\n    rank {rank}:\n" + "\n".join("      " + line for line in trace.strip().splitlines()[-12:])
         return text

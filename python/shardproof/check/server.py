@@ -1,7 +1,7 @@
 """Trains what the C++ harness sends, by messages on the standard streams: ``python -m shardproof.check.server``.
 
-The first message is the source of golden/oracle.py. Then each is answered: ("why_not", engine) by the reason why the engine
-cannot run here, and ("train", setup, run) by an error, or the steps, as given.py says.
+The first message is the source of golden/oracle.py. Then each is answered: ("facts", engine) by the reason why the engine
+cannot run here and whether it takes `ep`, and ("train", setup, run) by an error, or the steps, as given.py says.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from .verdict import Verdict
 CREWS = {"threads": ThreadCrew, "processes": ProcessCrew}
 
 
-def why_not(engine: str) -> str:
+def facts(engine: str) -> tuple[str, bool]:
     try:
-        engine_of(engine)
+        return "", engine_of(engine).takes_ep
     except LookupError as error:
-        return str(error.args[0])
-    return ""
+        return str(error.args[0]), False
 
 
 def train(crews, setup: str, run):
@@ -64,7 +63,7 @@ def main() -> None:
     try:
         while True:
             what, *rest = pickle.load(sys.stdin.buffer)
-            pickle.dump(why_not(*rest) if what == "why_not" else train(crews, *rest), answers)
+            pickle.dump(facts(*rest) if what == "facts" else train(crews, *rest), answers)
             answers.flush()
     except EOFError:
         crews.stop()

@@ -17,7 +17,7 @@
 namespace shardproof::checkpoint {
 
 struct HuggingFaceModel {
-  std::string family;  // gpt2, llama, mistral, mixtral, qwen2, qwen3 or qwen3_moe
+  std::string family;  // gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, dots1, glm4_moe or deepseek_v3
   std::variant<GptOptions, LlamaOptions> options;
   int64_t positions = 0;  // max_position_embeddings: the longest sequence that it was made for
   // The text of the config.json that it was read from, which says more than the fields above: the tokens that begin and end a

@@ -58,7 +58,8 @@ struct SaveWeightsOptions {
   FileSystem* files = &system_files();
 };
 
-// Saves the main parameters, each tied one once, and no buffers, as a folder with model.safetensors. Afterwards it is there,
+// Saves the main parameters, each tied one once, and of buffers the biases of routers, in float32, as a folder with
+// model.safetensors. Afterwards it is there,
 // whole and durable; when the save fails it is not there at all. Each rank holds one whole parameter at a time, or the experts
 // of a layer, and rank 0 writes.
 void save_weights(const std::string& folder, Sharded& sharded, const SaveWeightsOptions& options = {});

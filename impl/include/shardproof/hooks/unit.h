@@ -55,6 +55,8 @@ class ParallelHooks {
   virtual bool only_places() const { return false; }
   // The ranks that have other experts of the module; null where it has all that there are.
   virtual std::shared_ptr<Comm> expert_group() const { return nullptr; }
+  // The ranks that have other slices of its experts; null where its experts are whole.
+  virtual std::shared_ptr<Comm> slice_group() const { return nullptr; }
 };
 
 // What `add_lora` (models/lora.h) adds to the output of a module that takes one tensor and returns one. It is private to the

@@ -120,11 +120,15 @@ ParallelPlan gpt_plan(const GptOptions& options, bool sequence_parallel = false)
 
 // Rotary frequencies for longer sequences, as Llama has them from 3.1 on ("rope_type": "llama3" in Hugging Face's package):
 // those that turn fewer than `low_turns` times in `positions` tokens are divided by the factor, those that turn more than
-// `high_turns` times stay, and those between go over smoothly.
+// `high_turns` times stay, and those between go over smoothly. With `yarn` (Peng et al. 2023) they go over from one pair of
+// features to the next in equal steps, as DeepSeek-V3 has it, and scores of attention are multiplied by
+// (1 + mscale / 10 * log(factor))^2.
 struct RopeScaling {
   double factor = 1;  // 1: frequencies are not scaled
   double low_turns = 1, high_turns = 4;
   int64_t positions = 8192;
+  bool yarn = false;
+  double mscale = 0;  // of yarn
 };
 
 struct LlamaOptions {
@@ -145,6 +149,12 @@ struct LlamaOptions {
   int64_t full_layers = 0;       // so many layers, the first ones, have no window all the same, as Qwen2's max_window_layers
   int64_t document_end = -1;     // the token that ends a document: queries see keys of their own document alone; -1: none does
   RopeScaling rope_scaling = {};
+  int64_t rotary_size = 0;  // how many features of a head turn, an even number; 0: all
+  // Above 0: layers have a LatentAttention. The rest is its own: a query_rank of 0 projects queries at once, value_size is how
+  // many features a head's values have, at most head_size, or 0 for as many, and with rope_interleaved features 2i and 2i + 1
+  // turn together, and not i and i + rotary_size / 2. heads and kv_heads are equal, and qk_norm and qkv_bias off.
+  int64_t kv_rank = 0, query_rank = 0, value_size = 0;
+  bool rope_interleaved = false;
   // With experts a layer has a MoeMlp in place of the gated MLP.
   RouterOptions router = {};
   int64_t expert_intermediate = 0;  // the width of each expert
@@ -152,6 +162,8 @@ struct LlamaOptions {
   int64_t dense_layers = 0;         // so many layers, the first ones, have the gated MLP all the same
 
   int64_t features_of_head() const { return head_size > 0 ? head_size : hidden / heads; }
+  int64_t turning_features() const { return rotary_size > 0 ? rotary_size : features_of_head(); }
+  int64_t features_of_value() const { return value_size > 0 ? value_size : features_of_head(); }
 };
 
 // Divides each row of [.., size] by the root of its mean square and multiplies it by "weight" [size] (Zhang and Sennrich 2019,
@@ -168,22 +180,40 @@ class RmsNormImpl : public torch::nn::Module, public CanonicalPart {
 TORCH_MODULE(RmsNorm);
 
 // Causal attention with rotary positions (Su et al. 2021) and grouped queries (Ainslie et al. 2023): [B, T, hidden] ->
-// [B, T, hidden]. `documents` is that of AttentionSight.
+// [B, T, hidden]. The first rotary_size features of a head turn. `documents` is that of AttentionSight.
 class LlamaAttentionImpl : public torch::nn::Module, public CanonicalPart {
  public:
   explicit LlamaAttentionImpl(const LlamaOptions& options);  // `options.window` is the layer's own
   at::Tensor forward(at::Tensor x, at::Tensor documents = {});
 
  private:
-  int64_t head_size_;
-  double theta_;
-  RopeScaling scaling_;
+  LlamaOptions options_;
   Linear q_proj_{nullptr}, k_proj_{nullptr}, v_proj_{nullptr}, o_proj_{nullptr};
   RmsNorm q_norm_{nullptr}, k_norm_{nullptr};  // null without qk_norm
   Positions positions_{nullptr};
   Attention attend_{nullptr};
 };
 TORCH_MODULE(LlamaAttention);
+
+// The multi-head latent attention of DeepSeek-V2 and V3, like LlamaAttention: keys and values of all heads come from one latent
+// vector of kv_rank features, after an RMS norm with the eps 1e-6, and so do queries from one of query_rank. The last
+// rotary_size features of a head turn, and those of the keys are the same in all heads.
+class LatentAttentionImpl : public torch::nn::Module, public CanonicalPart {
+ public:
+  explicit LatentAttentionImpl(const LlamaOptions& options);
+  at::Tensor forward(at::Tensor x, at::Tensor documents = {});
+
+ private:
+  LlamaOptions options_;
+  Linear q_proj_{nullptr};  // null with a query_rank, and then there are the next two
+  Linear q_a_proj_{nullptr}, q_b_proj_{nullptr};
+  Linear kv_a_proj_{nullptr}, kv_b_proj_{nullptr}, o_proj_{nullptr};
+  RmsNorm q_a_norm_{nullptr}, kv_a_norm_{nullptr};
+  std::shared_ptr<torch::nn::Module> shared_key_;  // entered where heads get the features that all keys share
+  Positions positions_{nullptr};
+  Attention attend_{nullptr};
+};
+TORCH_MODULE(LatentAttention);
 
 // The gated MLP: down(silu(gate(x)) * up(x)).
 class LlamaMlpImpl : public torch::nn::Module, public CanonicalPart {
@@ -219,7 +249,8 @@ class LlamaLayerImpl : public torch::nn::Module {
 
  private:
   LlamaAttention attention_{nullptr};
-  LlamaMlp mlp_{nullptr};  // null where the layer has experts
+  LatentAttention latent_{nullptr};  // in its place with a kv_rank
+  LlamaMlp mlp_{nullptr};            // null where the layer has experts
   MoeMlp moe_{nullptr};
   RmsNorm input_norm_{nullptr}, attention_norm_{nullptr};
 };
@@ -232,8 +263,10 @@ TORCH_MODULE(LlamaLayer);
 // Qwen2ForCausalLM, which also has "model.layers.<i>.self_attn.{q,k,v}_proj.bias". With qk_norm they are those of
 // Qwen3ForCausalLM, which also has "model.layers.<i>.self_attn.{q,k}_norm.weight". A layer with experts has
 // "model.layers.<i>.mlp.gate.weight", "model.layers.<i>.mlp.experts.{gate_up,down}_proj" and, of a shared MLP,
-// "model.layers.<i>.mlp.shared_experts.{gate,up,down}_proj.weight" in place of the MLP's, as MixtralForCausalLM and
-// Qwen3MoeForCausalLM have in memory.
+// "model.layers.<i>.mlp.shared_experts.{gate,up,down}_proj.weight" in place of the MLP's, as MixtralForCausalLM,
+// Qwen3MoeForCausalLM, Dots1ForCausalLM and Glm4MoeForCausalLM have in memory. With a kv_rank they are those of
+// DeepseekV3ForCausalLM, which has "self_attn.q_proj" or "self_attn.{q_a_proj,q_a_layernorm,q_b_proj}", and
+// "self_attn.{kv_a_proj_with_mqa,kv_a_layernorm,kv_b_proj,o_proj}".
 class LlamaImpl : public torch::nn::Module, public CanonicalPart {
  public:
   explicit LlamaImpl(LlamaOptions options);
@@ -251,8 +284,9 @@ class LlamaImpl : public torch::nn::Module, public CanonicalPart {
 TORCH_MODULE(Llama);
 
 // The plan of a Llama for `ranks` ranks along the axis; see gpt_plan. When there are fewer key heads than ranks, several ranks
-// hold copies of a key head. Layers of experts are whole along the axis; ExpertParallel for their experts may be added. Throws
-// Error when the heads cannot be cut so that each rank has the key heads of its query heads.
+// hold copies of a key head. A LatentAttention is cut by heads, and its latents are whole. Layers of experts are whole along
+// the axis; ExpertParallel for their experts may be added, which with `cut_inside` cuts them, too. Throws Error when the heads
+// cannot be cut so that each rank has the key heads of its query heads.
 ParallelPlan llama_plan(const LlamaOptions& options, int64_t ranks, bool sequence_parallel = false);
 
 }  // namespace shardproof

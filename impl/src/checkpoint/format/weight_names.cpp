@@ -214,7 +214,8 @@ Shape WeightPart::shape(Shape of_tensor) const {
 }
 
 const std::vector<std::string>& weight_families() {
-  static const std::vector<std::string> families = {"gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"};
+  static const std::vector<std::string> families = {"gpt2",  "llama",     "mistral", "mixtral",  "qwen2",
+                                                    "qwen3", "qwen3_moe", "dots1",   "glm4_moe", "deepseek_v3"};
   return families;
 }
 
@@ -254,16 +255,36 @@ std::map<std::string, WeightRecipe> file_recipes(const std::string& family, cons
   return recipes;
 }
 
-bool is_no_weight(const std::string& family, const std::string& stored) {
+namespace {
+
+// "model.layers.7." of what lies in such a layer; "": it lies in none.
+std::string layer_of(const std::string& name) {
+  const std::string layers = "model.layers.";
+  const size_t end = name.find('.', layers.size());
+  return name.starts_with(layers) && end != name.npos ? name.substr(0, end + 1) : "";
+}
+
+}  // namespace
+
+bool is_no_weight(const std::string& family, const std::string& stored, const WeightShapes& parameters) {
+  const bool drafts = family == "glm4_moe" || family == "deepseek_v3";
+  if (const std::string layer = layer_of(stored); drafts && !layer.empty() && !parameters.empty()) {
+    const auto first = parameters.lower_bound(layer);
+    if (first == parameters.end() || !first->first.starts_with(layer)) return true;
+  }
   if (family == "gpt2") return stored.ends_with(".attn.bias") || stored.ends_with(".attn.masked_bias");
   return stored.ends_with(".rotary_emb.inv_freq");
+}
+
+bool is_router_bias(const std::string& name) {
+  return name.ends_with(".e_score_correction_bias");
 }
 
 std::map<std::string, WeightRecipe> renamed_parameters(const std::string& family, const WeightShapes& stored) {
   require_family(family);
   std::map<std::string, WeightRecipe> recipes;
   for (const auto& [name, shape] : stored) {
-    if (is_no_weight(family, name)) continue;
+    if (is_no_weight(family, name, {})) continue;
     const std::string experts = ".experts.";
     const size_t at = name.find(experts);
     SHARD_REQUIRE(at == name.npos || name.find_first_of("0123456789", at) != at + experts.size(), "checkpoint",

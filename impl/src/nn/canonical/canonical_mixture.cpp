@@ -66,6 +66,31 @@ struct Shares : torch::autograd::Function<Shares> {
   }
 };
 
+struct LogSumExp : torch::autograd::Function<LogSumExp> {
+  static Variable forward(AutogradContext* ctx, const Variable& given) {
+    const at::Tensor x = fixed::require_double(given, "log_sum_exp"), most = x.amax({-1}, /*keepdim=*/true);
+    const at::Tensor raised = row_powers(x, most), divisor = dots(raised, at::ones_like(raised));
+    ctx->save_for_backward({row_powers(x, most, divisor)});
+    at::Tensor log = at::empty(divisor.sizes(), divisor.options());
+    model_math(device_math(x)).log(divisor.const_data_ptr<double>(), divisor.numel(), log.mutable_data_ptr<double>());
+    return (log + most).squeeze(-1);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list dys) {
+    return {ctx->get_saved_variables()[0] * dys[0].unsqueeze(-1)};
+  }
+};
+
+struct Sum : torch::autograd::Function<Sum> {
+  static Variable forward(AutogradContext* ctx, const Variable& given, const std::string& name) {
+    ctx->saved_data["sizes"] = given.sizes().vec();
+    const at::Tensor x = fixed::require_double(given, name), terms = dots(x, at::ones_like(x));
+    return fixed::sum_of_rows(terms.view({terms.numel(), 1}), name).squeeze(0);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list dys) {
+    return {dys[0].expand(ctx->saved_data["sizes"].toIntVector()), {}};
+  }
+};
+
 struct Mixture : torch::autograd::Function<Mixture> {
   static Variable forward(AutogradContext* ctx, const Variable& given_rows, const Variable& given_weights) {
     const at::Tensor rows = fixed::require_double(given_rows, "mixture");
@@ -92,6 +117,14 @@ at::Tensor sigmoid(const at::Tensor& x) {
 
 at::Tensor shares(const at::Tensor& x, double more) {
   return Shares::apply(x, more);
+}
+
+at::Tensor log_sum_exp(const at::Tensor& x) {
+  return LogSumExp::apply(x);
+}
+
+at::Tensor sum(const at::Tensor& x, const std::string& name) {
+  return Sum::apply(x, name);
 }
 
 at::Tensor mixture(const at::Tensor& rows, const at::Tensor& weights) {

@@ -7,12 +7,10 @@
 #include <algorithm>
 #include <numeric>
 
-#include "device/matrix.h"
 #include "shardproof/algebra/split.h"
 #include "shardproof/base/check.h"
 #include "shardproof/hooks/unit.h"
-#include "shardproof/nn/gradient_place.h"
-#include "shardproof/parallel/collective_ops.h"
+#include "testing/parallel/experts/products.h"
 
 namespace shardproof {
 namespace {
@@ -56,60 +54,6 @@ struct Collect : torch::autograd::Function<Collect> {
   }
 };
 
-// Runs `visit` with the expert, the first row and the number of rows of each block that has rows. Blocks are those of the first
-// source's experts, then those of the second's, and so on.
-template <class Visit>
-void each_block(const std::vector<int64_t>& blocks, int64_t experts, Visit visit) {
-  int64_t begin = 0;
-  for (size_t i = 0; i < blocks.size(); begin += blocks[i++])
-    if (blocks[i] > 0) visit(static_cast<int64_t>(i) % experts, begin, blocks[i]);
-}
-
-// x [rows, in] times the transposed matrices of weight [experts, out, in], block by block.
-struct Products : torch::autograd::Function<Products> {
-  static Variable forward(AutogradContext* ctx, const Variable& x, const Variable& weight, const std::vector<int64_t>& blocks) {
-    ctx->save_for_backward({x, weight});
-    ctx->saved_data["blocks"] = blocks;
-    at::Tensor y = at::empty({x.size(0), weight.size(1)}, x.options());
-    each_block(blocks, weight.size(0), [&](int64_t expert, int64_t begin, int64_t rows) {
-      at::Tensor place = y.narrow(0, begin, rows);
-      at::mm_out(place, x.narrow(0, begin, rows), weight.select(0, expert).t());
-    });
-    return y;
-  }
-  static variable_list backward(AutogradContext* ctx, variable_list dys) {
-    const variable_list saved = ctx->get_saved_variables();
-    const at::Tensor &x = saved[0], &weight = saved[1];
-    const at::Tensor dy = dys[0].contiguous();
-    const std::vector<int64_t> blocks = ctx->saved_data["blocks"].toIntVector();
-    at::Tensor dx, dw;
-    if (ctx->needs_input_grad(0)) {
-      dx = at::empty_like(x);
-      each_block(blocks, weight.size(0), [&](int64_t expert, int64_t begin, int64_t rows) {
-        dx.narrow(0, begin, rows)
-            .copy_(gradient_of_rows(dy.narrow(0, begin, rows), x.narrow(0, begin, rows), weight.select(0, expert)));
-      });
-    }
-    if (ctx->needs_input_grad(1)) {
-      dw = direct::place_of_gradient(weight);
-      if (!dw.defined()) dw = at::empty_like(weight);
-      std::vector<bool> begun(static_cast<size_t>(weight.size(0)), false);
-      each_block(blocks, weight.size(0), [&](int64_t expert, int64_t begin, int64_t rows) {
-        at::Tensor sum = dw.select(0, expert);
-        const at::Tensor left = dy.narrow(0, begin, rows).t(), right = x.narrow(0, begin, rows);
-        if (begun[static_cast<size_t>(expert)])
-          sum.add_(at::mm(left, right));
-        else
-          at::mm_out(sum, left, right);
-        begun[static_cast<size_t>(expert)] = true;
-      });
-      for (size_t expert = 0; expert < begun.size(); ++expert)
-        if (!begun[expert]) dw.select(0, static_cast<int64_t>(expert)).zero_();
-    }
-    return {dx, dw, {}};
-  }
-};
-
 // Of each run of so many numbers.
 std::vector<int64_t> sums_of(const std::vector<int64_t>& numbers, const std::vector<int64_t>& lengths) {
   std::vector<int64_t> sums;
@@ -125,14 +69,19 @@ std::vector<int64_t> numbers_in(const at::Tensor& list) {
   return {list.const_data_ptr<int64_t>(), list.const_data_ptr<int64_t>() + list.numel()};
 }
 
-// Of those that go nowhere, then of each expert.
-at::Tensor counts_of(const at::Tensor& flat, int64_t count) {
-  SHARD_REQUIRE(flat.numel() == 0 || flat.min().item<int64_t>() >= -1, "experts",
-                "a token was sent to expert {}; experts are counted from 0, and -1 is nowhere", flat.min().item<int64_t>());
-  at::Tensor counts = at::bincount(flat + 1, {}, count + 1);
-  SHARD_REQUIRE(counts.numel() == count + 1, "experts", "a token was sent to expert {}, and there are {}", counts.numel() - 2,
-                count);
-  return counts;
+// How many of the sorted choices each expert has; -1 for each where a choice is neither an expert nor -1.
+at::Tensor counts_of(const at::Tensor& sorted, int64_t count) {
+  if (sorted.is_meta()) return at::empty({count}, sorted.options());
+  const at::Tensor below = at::searchsorted(sorted, at::arange(-1, count + 1, sorted.options()));
+  const at::Tensor strays = below[0].ne(0).logical_or(below[count + 1].ne(sorted.numel()));
+  return (below.narrow(0, 2, count) - below.narrow(0, 1, count)).masked_fill(strays, -1);
+}
+
+void require_experts(const std::vector<int64_t>& counts, const at::Tensor& flat, int64_t count) {
+  if (std::ranges::count(counts, -1) == 0) return;
+  const int64_t least = flat.min().item<int64_t>(), most = flat.max().item<int64_t>();
+  SHARD_REQUIRE(least >= -1, "experts", "a token was sent to expert {}; experts are counted from 0, and -1 is nowhere", least);
+  SHARD_REQUIRE(most < count, "experts", "a token was sent to expert {}, and there are {}", most, count);
 }
 
 // What arrives at a rank where all count alike. `sizes`: how many experts each of them has.
@@ -152,38 +101,45 @@ std::vector<int64_t> even_counts(int64_t choices, int64_t experts) {
   return counts;
 }
 
-// Row n * k + j of what is sorted is token n's j-th choice of k. What goes nowhere would come first.
-Dispatch::Dispatch(const at::Tensor& chosen, int64_t count, std::shared_ptr<Comm> group)
-    : group_(std::move(group)), chosen_(chosen), own_(count) {
+// Row n * k + j of what is sorted is token n's j-th choice of k. What goes nowhere would come first. The host waits for a
+// device once, when it has to know the counts.
+Dispatch::Dispatch(const at::Tensor& chosen, int64_t count, std::shared_ptr<Comm> group, std::shared_ptr<Comm> slices,
+                   collective::Sum sum)
+    : group_(std::move(group)), slices_(std::move(slices)), sum_(std::move(sum)), chosen_(chosen), own_(count) {
   SHARD_REQUIRE(chosen.dim() == 2 && chosen.scalar_type() == at::kLong, "experts",
                 "choices [{}] of {}; expected [tokens, experts of one] of int64", fmt::join(chosen.sizes(), ", "),
                 c10::toString(chosen.scalar_type()));
-  const bool is_known = !chosen.is_meta();
   const at::Tensor flat = chosen.flatten();
-  const at::Tensor all = is_known ? counts_of(flat, count) : at::empty({count + 1}, flat.options());
-  const at::Tensor counts = all.narrow(0, 1, count);
-  blocks_ = is_known ? numbers_in(counts.cpu()) : even_counts(flat.numel(), count);
+  const auto [sorted, order] = at::sort(flat, /*stable=*/true, /*dim=*/0, /*descending=*/false);
+  std::vector<at::Tensor> counts = {counts_of(sorted, count)};
+  std::vector<int64_t> sizes, each;
+  if (group_) {
+    for (int64_t rank = 0; rank < group_->size(); ++rank) sizes.push_back(piece({}, count, group_->size(), rank).size());
+    own_ = sizes[static_cast<size_t>(group_->rank())];
+    each.assign(sizes.size(), own_);
+    counts.push_back(at::empty({group_->size() * own_}, flat.options()));
+    group_->all_to_all(counts[1], counts[0], each, sizes).wait();
+  }
+  const std::vector<int64_t> known = chosen.is_meta() ? even_counts(flat.numel(), count) : numbers_in(at::cat(counts).cpu());
+  blocks_.assign(known.begin(), known.begin() + count);
+  require_experts(blocks_, flat, count);
   const int64_t rows = std::accumulate(blocks_.begin(), blocks_.end(), int64_t{0});
-  order_ = at::argsort(flat, /*stable=*/true).narrow(0, flat.numel() - rows, rows);
+  order_ = order.narrow(0, flat.numel() - rows, rows);
   if (!group_) return;
-  const auto ranks = static_cast<size_t>(group_->size());
-  std::vector<int64_t> sizes;
-  for (size_t rank = 0; rank < ranks; ++rank)
-    sizes.push_back(piece({}, count, group_->size(), static_cast<int64_t>(rank)).size());
-  own_ = sizes[static_cast<size_t>(group_->rank())];
-  const std::vector<int64_t> each(ranks, own_);
-  const at::Tensor arriving = at::empty({group_->size() * own_}, counts.options());
-  group_->all_to_all(arriving, counts, each, sizes).wait();
   sent_ = sums_of(blocks_, sizes);
-  blocks_ = is_known ? numbers_in(arriving.cpu()) : from_each(blocks_, sizes, group_->rank());
+  blocks_ = chosen.is_meta() ? from_each(blocks_, sizes, group_->rank()) : std::vector(known.begin() + count, known.end());
+  SHARD_REQUIRE(std::ranges::count(blocks_, -1) == 0, "experts",
+                "rank {} of '{}' sent a token to an expert that there is not; its own message says which",
+                (std::ranges::find(blocks_, -1) - blocks_.begin()) / own_, group_->name());
   received_ = sums_of(blocks_, each);
 }
 
 at::Tensor Dispatch::rows(const at::Tensor& x) const {
   SHARD_REQUIRE(x.dim() == 2 && x.size(0) == chosen_.size(0), "experts", "x [{}] with choices of {} tokens",
                 fmt::join(x.sizes(), ", "), chosen_.size(0));
-  const at::Tensor rows = Spread::apply(x, chosen_.size(1), order_);
-  return group_ ? collective::exchange_rows(rows, sent_, received_, *group_) : rows;
+  at::Tensor rows = Spread::apply(x, chosen_.size(1), order_);
+  if (group_) rows = collective::exchange_rows(rows, sent_, received_, *group_);
+  return slices_ ? collective::copy(rows, *slices_, sum_) : rows;
 }
 
 at::Tensor Dispatch::experts() const {
@@ -193,7 +149,8 @@ at::Tensor Dispatch::experts() const {
 }
 
 at::Tensor Dispatch::outputs(const at::Tensor& rows) const {
-  const at::Tensor home = group_ ? collective::exchange_rows(rows, received_, sent_, *group_) : rows;
+  const at::Tensor sum = slices_ ? collective::reduce(rows, *slices_, sum_) : rows;
+  const at::Tensor home = group_ ? collective::exchange_rows(sum, received_, sent_, *group_) : sum;
   return Collect::apply(home, order_, chosen_.numel()).view({chosen_.size(0), chosen_.size(1), home.size(1)});
 }
 
@@ -208,6 +165,11 @@ std::shared_ptr<Comm> expert_group(const torch::nn::Module& module) {
   return hooks ? hooks->expert_group() : nullptr;
 }
 
+std::shared_ptr<Comm> slice_group(const torch::nn::Module& module) {
+  const ParallelHooks* hooks = parallel_hooks(module);
+  return hooks ? hooks->slice_group() : nullptr;
+}
+
 ExpertsImpl::ExpertsImpl(int64_t experts, int64_t hidden, int64_t intermediate) : count_(experts) {
   SHARD_REQUIRE(experts > 0 && hidden > 0 && intermediate > 0, "experts",
                 "sizes must be positive, got {} experts, hidden={} and intermediate={}", experts, hidden, intermediate);
@@ -220,7 +182,8 @@ ExpertsImpl::ExpertsImpl(int64_t experts, int64_t hidden, int64_t intermediate) 
 }
 
 at::Tensor ExpertsImpl::forward(at::Tensor x, at::Tensor experts, at::Tensor weights) {
-  const Dispatch dispatch(experts, count_, expert_group(*this));
+  const Dispatch dispatch(experts, count_, expert_group(*this), slice_group(*this),
+                          is_canonical() ? collective::Sum::exact(canonical_name()) : collective::Sum());
   SHARD_REQUIRE(expert_group(*this) || gate_up_proj.size(0) == count_, "experts",
                 "a module of {} experts has {} of them: give the style ExpertParallel to it, and not to one around it", count_,
                 gate_up_proj.size(0));
@@ -231,8 +194,11 @@ at::Tensor ExpertsImpl::forward(at::Tensor x, at::Tensor experts, at::Tensor wei
 }
 
 at::Tensor ExpertsImpl::plainly(const Dispatch& dispatch, const at::Tensor& rows) const {
-  const std::vector<at::Tensor> both = Products::apply(rows, gate_up_proj, dispatch.blocks()).chunk(2, -1);
-  return Products::apply(at::silu(both[0]) * both[1], down_proj, dispatch.blocks());
+  const auto product = [&](const at::Tensor& x, const at::Tensor& weight) {
+    return expert_products(x, weight, dispatch.blocks(), x.is_cuda() && suit_groups(x, weight));
+  };
+  const std::vector<at::Tensor> both = product(rows, gate_up_proj).chunk(2, -1);
+  return product(at::silu(both[0]) * both[1], down_proj);
 }
 
 // Sums of an expert's gradient are exact, so that all rows are multiplied together, whatever ranks they come from.

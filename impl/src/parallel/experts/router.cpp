@@ -14,7 +14,8 @@
 namespace shardproof {
 namespace {
 
-at::Tensor in_wide(const at::Tensor& logits) {
+at::Tensor in_wide(const at::Tensor& logits, bool canonical) {
+  if (canonical) return canonical_ops::round(logits);
   return logits.scalar_type() == at::kDouble ? logits : logits.to(at::kFloat);
 }
 
@@ -39,10 +40,26 @@ void require_valid(const RouterOptions& o) {
                 o.experts_per_token, o.experts, o.groups, o.groups_per_token);
 }
 
-at::Tensor probabilities(const at::Tensor& wide, const RouterOptions& options) {
-  if (options.score != RouterScore::sigmoid) return at::softmax(wide, -1);
-  const at::Tensor scores = at::sigmoid(wide);
-  return scores / (scores.sum(-1, /*keepdim=*/true) + 1e-20);
+// Of rows in float32 or wider.
+at::Tensor softmax(const at::Tensor& x, bool canonical) {
+  return canonical ? canonical_ops::softmax(x) : at::softmax(x, -1);
+}
+
+at::Tensor sigmoid(const at::Tensor& x, bool canonical) {
+  return canonical ? canonical_ops::sigmoid(x) : at::sigmoid(x);
+}
+
+at::Tensor shares(const at::Tensor& x, double more, bool canonical) {
+  if (canonical) return canonical_ops::shares(x, more);
+  const at::Tensor sum = x.sum(-1, /*keepdim=*/true);
+  return x / (more > 0 ? sum + more : sum);
+}
+
+constexpr double kMore = 1e-20;  // is added to a sum of sigmoids, which may all be 0
+
+at::Tensor probabilities(const at::Tensor& wide, const RouterOptions& options, bool canonical) {
+  if (options.score != RouterScore::sigmoid) return softmax(wide, canonical);
+  return shares(sigmoid(wide, canonical), kMore, canonical);
 }
 
 // With weights in float32 or wider.
@@ -50,26 +67,18 @@ Routes wide_routes(const at::Tensor& logits, const RouterOptions& options, const
   require_valid(options);
   SHARD_REQUIRE(logits.dim() == 2 && logits.size(1) == options.experts, "experts", "a router of {} experts got logits [{}]",
                 options.experts, fmt::join(logits.sizes(), ", "));
-  const auto softmax = [canonical](const at::Tensor& x) { return canonical ? canonical_ops::softmax(x) : at::softmax(x, -1); };
-  const auto sigmoid = [canonical](const at::Tensor& x) { return canonical ? canonical_ops::sigmoid(x) : at::sigmoid(x); };
-  const at::Tensor wide = canonical ? canonical_ops::round(logits) : in_wide(logits);
-  const at::Tensor scores = options.score == RouterScore::softmax   ? softmax(wide)
-                            : options.score == RouterScore::sigmoid ? sigmoid(wide)
+  const at::Tensor wide = in_wide(logits, canonical);
+  const at::Tensor scores = options.score == RouterScore::softmax   ? softmax(wide, canonical)
+                            : options.score == RouterScore::sigmoid ? sigmoid(wide, canonical)
                                                                     : wide;
   const at::Tensor judged = bias.defined() ? scores.detach() + bias : scores.detach();
   const at::Tensor order = std::get<1>(of_chosen_groups(judged, options).sort(/*stable=*/true, -1, /*descending=*/true));
   const at::Tensor experts = order.narrow(1, 0, options.experts_per_token).contiguous();
   at::Tensor weights = scores.gather(1, experts);
   if (options.score == RouterScore::chosen_softmax) {
-    weights = softmax(weights);
+    weights = softmax(weights, canonical);
   } else if (options.normalized) {
-    const double more = options.score == RouterScore::sigmoid ? 1e-20 : 0;
-    if (canonical) {
-      weights = canonical_ops::shares(weights, more);
-    } else {
-      const at::Tensor own = weights.sum(-1, /*keepdim=*/true);
-      weights = weights / (more > 0 ? own + more : own);
-    }
+    weights = shares(weights, options.score == RouterScore::sigmoid ? kMore : 0, canonical);
   }
   if (options.scale != 1) weights = weights * options.scale;
   return {experts, weights};
@@ -116,7 +125,7 @@ Router::Router(RouterOptions options, torch::nn::Module& gate) : options_(option
     SHARD_REQUIRE(std::isfinite(value) && value >= 0, "experts",
                   "balance_loss {}, z_loss {}, bias_rate {} and capacity {} must be finite and not below 0",
                   options.balance_loss, options.z_loss, options.bias_rate, options.capacity);
-  if (options.bias_rate == 0) return;
+  if (options.bias_rate == 0 && !options.bias) return;
   bias_ = gate.register_buffer("e_score_correction_bias", at::zeros({options.experts}, at::kFloat));
   counts_ = std::make_shared<std::vector<double>>(options.experts);
 }
@@ -126,10 +135,6 @@ Routes Router::choose(const at::Tensor& logits) {
   SHARD_REQUIRE(logits.dim() == 3, "experts", "a router got logits [{}]; expected [sequences, tokens, experts]",
                 fmt::join(logits.sizes(), ", "));
   const bool has_losses = c10::GradMode::is_enabled() && (options_.balance_loss != 0 || options_.z_loss != 0);
-  SHARD_REQUIRE(!is_canonical() || (options_.balance_loss == 0 && options_.z_loss == 0 && options_.bias_rate == 0), "canonical",
-                "{}: a router with balance_loss {}, z_loss {} and bias_rate {}, for which there is no canonical arithmetic; "
-                "leave them out",
-                canonical_name(), options_.balance_loss, options_.z_loss, options_.bias_rate);
   SHARD_REQUIRE(!bias_.defined() || bias_.scalar_type() == at::kFloat || bias_.scalar_type() == at::kDouble, "experts",
                 "the bias of a router has the dtype {}, in which small moves are lost. Keep it in float32",
                 c10::toString(bias_.scalar_type()));
@@ -142,7 +147,7 @@ Routes Router::choose(const at::Tensor& logits) {
   Routes routes = options_.capacity > 0 ? without_dropped(wide, options_, logits.size(0), logits.size(1)) : wide;
   routes.weights = routes.weights.to(logits.scalar_type());
   if (has_losses) routes.weights = with_losses(logits.view_as(logits), wide.experts, routes.weights);
-  if (bias_.defined() && c10::GradMode::is_enabled() && !logits.is_meta())
+  if (options_.bias_rate != 0 && c10::GradMode::is_enabled() && !logits.is_meta())
     when_collected([counts = counts_, chosen = wide.experts] {
       const at::Tensor sums = at::bincount(chosen.flatten(), {}, std::ssize(*counts)).cpu();
       for (size_t e = 0; e < counts->size(); ++e) (*counts)[e] += static_cast<double>(sums.const_data_ptr<int64_t>()[e]);
@@ -150,27 +155,54 @@ Routes Router::choose(const at::Tensor& logits) {
   return routes;
 }
 
-at::Tensor Router::with_losses(const at::Tensor& logits, const at::Tensor& chosen, at::Tensor weights) const {
-  const at::Tensor wide = in_wide(logits);
+// balance_loss * f_e in double, [sequences, experts], or [1, experts] over the step. Over ranks along tp, counts and tokens are
+// all as often, and the part of the tokens is the same double. A forward that runs again takes what the first one has found.
+at::Tensor Router::busyness(const at::Tensor& chosen, int64_t sequences) {
+  const bool over_step = options_.balance_over == BalanceOver::step;
+  const bool runs_again = auxiliary_scope().runs_again;
+  SHARD_REQUIRE(!over_step || runs_again == step_busyness_.defined(), "experts",
+                "a second training forward in a step with a balance loss over the step: its tokens would have counted in the "
+                "first. Take one microbatch in a step, or BalanceOver::sequence; after a step call update_router_biases, and "
+                "forget_router_counts where its gradients are dropped, and neither before its last backward");
+  if (over_step && runs_again) return step_busyness_;
+  SHARD_REQUIRE(!over_step || step_ranks_ || !rule, "experts",
+                "a balance loss over the step on a rank that has parts of sequences, and of no mesh. Call fully_shard, or "
+                "share_router_counts");
+  const int64_t rows = over_step ? 1 : sequences;
+  const at::Tensor own = chosen.view({rows, rows == 0 ? 0 : chosen.numel() / rows});
+  at::Tensor counts = at::zeros({rows, options_.experts}, chosen.options().dtype(at::kDouble));
+  counts.scatter_add_(1, own, at::ones(own.sizes(), counts.options()));
+  if (over_step && step_ranks_)
+    step_ranks_->world().all_reduce(counts).wait();
+  else if (!over_step && rule)
+    rule->sum(counts);
+  const auto experts = static_cast<double>(options_.experts), each = static_cast<double>(options_.experts_per_token);
+  const at::Tensor tokens = counts.sum(1, /*keepdim=*/true).div_(each).clamp_min_(1);
+  const at::Tensor busy = counts / tokens * (options_.balance_loss * experts / each);
+  if (over_step) step_busyness_ = busy;
+  return busy;
+}
+
+at::Tensor Router::with_losses(const at::Tensor& logits, const at::Tensor& chosen, at::Tensor weights) {
+  const bool canonical = is_canonical();
+  const auto sum = [&](const at::Tensor& x) { return canonical ? canonical_ops::sum(x, canonical_name()) : x.sum(); };
+  const at::Tensor wide = in_wide(logits, canonical);
   if (options_.balance_loss != 0) {
-    const int64_t sequences = logits.size(0);
-    const at::Tensor own = chosen.view({sequences, logits.size(1) * options_.experts_per_token});
-    at::Tensor counts = at::zeros({sequences, options_.experts}, wide.options());
-    counts.scatter_add_(1, own, at::ones(own.sizes(), wide.options()));
-    const int64_t tokens = std::max<int64_t>(1, rule ? rule->length(logits.size(1)) : logits.size(1));
-    if (rule) rule->sum(counts);
-    const double factor = options_.balance_loss * static_cast<double>(options_.experts) /
-                          static_cast<double>(options_.experts_per_token * tokens);
-    weights = carry_loss(weights, (probabilities(wide, options_) * (counts * factor).unsqueeze(1)).sum());
+    const at::Tensor busy = busyness(chosen, logits.size(0)).to(wide.scalar_type());
+    weights = carry_loss(weights, sum(probabilities(wide, options_, canonical) * busy.unsqueeze(1)));
   }
-  if (options_.z_loss != 0) weights = carry_loss(weights, at::logsumexp(wide, {-1}).square().sum() * options_.z_loss);
+  if (options_.z_loss != 0) {
+    const at::Tensor log = canonical ? canonical_ops::log_sum_exp(wide) : at::logsumexp(wide, {-1});
+    weights = carry_loss(weights, sum((log.square() * options_.z_loss).unsqueeze(-1)));
+  }
   return weights;
 }
 
 void update_router_biases(torch::nn::Module& module, MeshComm& comms) {
   const at::NoGradGuard no_grad;
   each_router(module, [&](Router& router) {
-    if (!router.bias_.defined()) return;
+    router.step_busyness_ = at::Tensor();
+    if (router.options_.bias_rate == 0) return;
     at::Tensor counts = at::tensor(*router.counts_, router.bias_.options().dtype(at::kDouble));
     comms.world().all_reduce(counts).wait();
     // Whole numbers: their sum is exact.
@@ -182,7 +214,14 @@ void update_router_biases(torch::nn::Module& module, MeshComm& comms) {
 
 void forget_router_counts(torch::nn::Module& module) {
   each_router(module, [](Router& router) {
+    router.step_busyness_ = at::Tensor();
     if (router.counts_) std::ranges::fill(*router.counts_, 0);
+  });
+}
+
+void share_router_counts(torch::nn::Module& module, const std::shared_ptr<MeshComm>& comms) {
+  each_router(module, [&](Router& router) {
+    if (router.options_.balance_loss != 0 && router.options_.balance_over == BalanceOver::step) router.step_ranks_ = comms;
   });
 }
 

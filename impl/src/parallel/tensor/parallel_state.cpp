@@ -14,8 +14,10 @@ namespace {
 
 // A plan that only gives experts away needs no axis of its own.
 std::shared_ptr<MeshComm> with_axis(std::shared_ptr<MeshComm> comms, const ParallelPlan& plan) {
-  const bool has_others =
-      std::ranges::any_of(plan.styles, [](const auto& style) { return !std::holds_alternative<ExpertParallel>(style.second); });
+  const bool has_others = std::ranges::any_of(plan.styles, [](const auto& style) {
+    const auto* experts = std::get_if<ExpertParallel>(&style.second);
+    return !experts || experts->cut_inside;
+  });
   if (comms->mesh().has(plan.axis) || has_others || plan.styles.empty()) return comms;
   std::vector<Axis> axes = comms->mesh().axes();
   axes.push_back({plan.axis, 1});

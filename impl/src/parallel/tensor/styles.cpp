@@ -233,6 +233,18 @@ class Whole final : public StyleHooks {
   }
 };
 
+// Cuts a parameter inside of each expert: the rows of gate and of up, or the columns of down.
+Layout slice_experts(Layout layout, const ParallelState& state, const std::string& module, const std::string& parameter,
+                     const Shape& shape) {
+  const bool is_first = parameter == "gate_up_proj", is_last = parameter == "down_proj";
+  SHARD_REQUIRE((is_first && shape.size() == 3 && shape[1] % 2 == 0) || (is_last && shape.size() == 3), "tensor_parallel",
+                "style ExpertParallel with cut_inside needs gate_up_proj [experts, 2 * intermediate, hidden] and down_proj "
+                "[experts, hidden, intermediate], and module '{}' has {} [{}]. Leave cut_inside out",
+                module, parameter, fmt::join(shape, ", "));
+  const std::vector<CutSegment> halves(is_first ? 2 : 0, CutSegment{shape[1] / 2});
+  return split_dim(std::move(layout), is_first ? 1 : 2, state.split(halves));
+}
+
 // The module itself sends rows to the other ranks, by a Dispatch.
 class SharedExperts final : public StyleHooks {
  public:
@@ -262,19 +274,27 @@ class SharedExperts final : public StyleHooks {
           "Make it a parameter, or keep it outside of the module",
           buffer.key(), name, count(parameters.front()));
     Comm& group = owner->share_experts(style);
-    if (group.size() == 1) return;
-    group_ = group.shared();
-    for (const at::Tensor& parameter : parameters) take_values_of_rank_0(parameter, group);  // those along edp follow later
-    for (const at::Tensor& parameter : parameters)
-      cut_to(*owner, parameter,
-             {name_in(*owner, parameter), parameter.sizes().vec(), split_dim(replicated(), 0, Split{axes::ep})});
+    if (group.size() > 1) group_ = group.shared();
+    if (style.cut_inside && owner->parts() > 1) slices_ = owner->group().shared();
+    for (const auto& item : module.named_parameters()) {
+      const at::Tensor& parameter = item.value();
+      const Shape shape = parameter.sizes().vec();
+      Layout layout = group_ ? split_dim(replicated(), 0, Split{axes::ep}) : replicated();
+      if (style.cut_inside) {
+        const Layout cut = slice_experts(layout, *owner, name, item.key(), shape);
+        if (slices_) layout = cut;
+      }
+      if (group_) take_values_of_rank_0(parameter, group);  // those along edp follow later
+      if (group_ || slices_) cut_to(*owner, parameter, {name_in(*owner, parameter), shape, layout});
+    }
   }
   at::Tensor run(const Forward& forward, at::Tensor x) override { return forward(std::move(x)); }
   bool only_places() const override { return true; }
   std::shared_ptr<Comm> expert_group() const override { return group_; }
+  std::shared_ptr<Comm> slice_group() const override { return slices_; }
 
  private:
-  std::shared_ptr<Comm> group_;  // null where there is one rank
+  std::shared_ptr<Comm> group_, slices_;  // null where there is one rank
 };
 
 class Input final : public StyleHooks {

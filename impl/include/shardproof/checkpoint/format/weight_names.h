@@ -1,6 +1,6 @@
 // What the files of model families call weights, and how they lay them out. The families are those of Hugging Face's
-// transformers package: gpt2, llama, mistral, mixtral, qwen2, qwen3 and qwen3_moe. The family "" stands for a model whose own
-// names the file has. This header does not include Torch.
+// transformers package: gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, dots1, glm4_moe and deepseek_v3. The family ""
+// stands for a model whose own names the file has. This header does not include Torch.
 #pragma once
 
 #include <map>
@@ -21,8 +21,8 @@ void require_family(const std::string& family);
 // gate_proj and up_proj. GPT-2's "attn.c_attn" is fused in its own files; separate its parts are "attn.{q,k,v}_proj", and
 // outputs x inputs.
 //
-// Experts are stacks of matrices in the model, "mlp.experts.gate_up_proj" and "mlp.experts.down_proj". Files of mixtral and
-// qwen3_moe have a tensor for each matrix of each expert, by the expert's number. `fused` ones have the stacks.
+// Experts are stacks of matrices in the model, "mlp.experts.gate_up_proj" and "mlp.experts.down_proj". Files of families
+// with experts have a tensor for each matrix of each expert, by the expert's number. `fused` ones have the stacks.
 enum class Projections { as_family, fused, separate };
 
 struct WeightPart {
@@ -51,9 +51,13 @@ std::optional<WeightRecipe> parameter_recipe(const std::string& family, const st
 // they should.
 std::map<std::string, WeightRecipe> file_recipes(const std::string& family, const WeightShapes& parameters,
                                                  Projections projections = Projections::as_family);
+// Whether the name is that of a bias of a router (RouterOptions::bias), a buffer that files have, too. It stays in float32, as
+// in the package: in smaller dtypes it would choose other experts.
+bool is_router_bias(const std::string& name);
 // Of a file whose model is not known: each tensor that is a parameter, as it is. Throws Error when that would be an expert.
 std::map<std::string, WeightRecipe> renamed_parameters(const std::string& family, const WeightShapes& stored);
-// Whether a tensor of a file is no parameter: the masks of old GPT-2 files, frequencies of rotary positions.
-bool is_no_weight(const std::string& family, const std::string& stored);
+// Whether a tensor of a file is no parameter: the masks of old GPT-2 files, frequencies of rotary positions, and those layers
+// behind the model's own which glm4_moe and deepseek_v3 have for drafts of further tokens, and the package leaves out as well.
+bool is_no_weight(const std::string& family, const std::string& stored, const WeightShapes& parameters);
 
 }  // namespace shardproof::checkpoint

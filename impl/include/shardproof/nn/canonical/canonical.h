@@ -83,6 +83,11 @@ at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets, in
 at::Tensor softmax(const at::Tensor& x);
 at::Tensor sigmoid(const at::Tensor& x);
 at::Tensor shares(const at::Tensor& x, double more);
+// The logarithm of the sum of the exponentials of each such row. Neither it nor its gradient is rounded.
+at::Tensor log_sum_exp(const at::Tensor& x);
+// The sum of such rows, 0-dim, for losses: first of each by index, then of the rows, each rounded. Its gradient is not rounded.
+// `name` appears in messages.
+at::Tensor sum(const at::Tensor& x, const std::string& name);
 // The sum of rows [.., count, n] times weights [.., count] -> [.., n].
 at::Tensor mixture(const at::Tensor& rows, const at::Tensor& weights);
 // The sum of the squared differences.

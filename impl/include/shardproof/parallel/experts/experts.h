@@ -20,6 +20,7 @@
 
 #include "shardproof/comm/comm.h"
 #include "shardproof/nn/canonical/canonical.h"
+#include "shardproof/parallel/collective_ops.h"
 
 namespace shardproof {
 
@@ -35,7 +36,10 @@ class Dispatch {
   // `chosen` [tokens, experts of one] int64: experts, or -1 for a choice that goes nowhere. Throws Error when one is not among
   // the `count` experts. Collective. On the meta device, where choices have no values, they are even (even_counts), none goes
   // nowhere, and every rank has as many tokens as this one.
-  Dispatch(const at::Tensor& chosen, int64_t count, std::shared_ptr<Comm> group);
+  // `slices`: the ranks that hold other slices of the same experts, and get the same tokens; null where experts are whole. What
+  // they give, and the gradients of `rows`, are summed over these ranks as `sum` says.
+  Dispatch(const at::Tensor& chosen, int64_t count, std::shared_ptr<Comm> group, std::shared_ptr<Comm> slices = nullptr,
+           collective::Sum sum = {});
   // x [tokens, n] -> [rows, n]: a row for each choice of one of this rank's experts, by the rank that it comes from, then by
   // expert, then by token. Differentiable. Collective.
   at::Tensor rows(const at::Tensor& x) const;
@@ -50,7 +54,8 @@ class Dispatch {
   at::Tensor sums(const at::Tensor& rows, const at::Tensor& weights) const;
 
  private:
-  std::shared_ptr<Comm> group_;
+  std::shared_ptr<Comm> group_, slices_;
+  collective::Sum sum_;
   at::Tensor chosen_, order_;
   std::vector<int64_t> sent_, received_, blocks_;
   int64_t own_ = 0;
@@ -58,6 +63,8 @@ class Dispatch {
 
 // The ranks that share the experts of a module with the style ExpertParallel; null where it has none.
 std::shared_ptr<Comm> expert_group(const torch::nn::Module& module);
+// The ranks that hold other slices of them; null where it has whole ones.
+std::shared_ptr<Comm> slice_group(const torch::nn::Module& module);
 
 // The experts of a layer, gated MLPs: down(silu(gate(x)) * up(x)). Parameters: "gate_up_proj" [experts, 2 * intermediate,
 // hidden], whose first half of rows is the gate's, and "down_proj" [experts, hidden, intermediate].

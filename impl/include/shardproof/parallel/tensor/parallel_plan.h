@@ -48,8 +48,8 @@ struct ScatterOutput {
 // For a module that is not cut and needs whole sequences, such as a layer of experts. When the plan has a sequence_dim, its
 // input is gathered along it, and its output is split again; every rank computes the same.
 struct WholeSequence {};
-// For a computation that is entered with call_as and uses a weight that another module's style cuts, such as a tied head. It
-// treats the input as ColumnParallel does.
+// For a computation that is entered with call_as and uses what another module's style cuts, such as the weight of a tied head,
+// or heads that share their keys. It treats the input as ColumnParallel does.
 struct ColumnInput {};
 // For a Dropout whose input comes from a ColumnParallel layer. The input's dim `dim` is cut in `segments` as the outputs of
 // that layer are. For an Attention with dropout, `dim` is 1 and segments are counted in heads. The module uses this rank's part
@@ -71,9 +71,13 @@ struct CutAttention {
 // gives each of `ranks` neighbours some experts, cut as torch.chunk cuts. The other styles are about ranks that work on one
 // batch; these ranks have a batch each, and lie where the mesh has its data-parallel ranks: `fully_shard` shards experts over
 // the ranks that hold the same ones (expert_mesh in algebra/strategy.h). Ranks along the plan's axis hold the same experts. All
-// experts of a module have the same `ranks`. A plan of this style alone needs no axis.
+// experts of a module have the same `ranks`. A plan of this style alone, without `cut_inside`, needs no axis.
 struct ExpertParallel {
   int64_t ranks = 1;
+  // Each rank along the plan's axis holds a slice of every expert: of the rows of gate and of up, and of the columns of down,
+  // cut as torch.chunk cuts. These ranks sum what their slices give, and the gradients of the rows that they take. For Experts,
+  // and modules of your own with the parameters that these have; they give slice_group to their Dispatch.
+  bool cut_inside = false;
 };
 
 using ParallelStyle = std::variant<ColumnParallel, RowParallel, VocabParallel, SequenceParallel, PartialGradients,
