@@ -82,7 +82,8 @@ class Layer {
     // As wide as keys, for the engines of attention.
     const at::Tensor v = at::constant_pad_nd(kv.narrow(3, still, value), {0, llama_.head() - value});
     const at::Tensor mixed = causal_attention(queries, last_turned(kv, shared), v, forward_.dropout, hidden_);
-    return linear(mixed.narrow(3, 0, value).transpose(1, 2).reshape({batch, length, heads * value}), "self_attn.o_proj");
+    const at::Tensor rows = mixed.narrow(3, 0, value).transpose(1, 2).reshape({batch, length, heads * value});
+    return linear(rows.contiguous(), "self_attn.o_proj");
   }
 
   // [length, width / 2], not rounded to a smaller dtype

@@ -265,7 +265,8 @@ at::Tensor LatentAttentionImpl::forward(at::Tensor x, at::Tensor documents) {
   }
   const at::Tensor values = at::constant_pad_nd(parts.narrow(-1, still, value), {0, head - value});
   const at::Tensor attended = call(attend_, turned_queries, turned(parts, of_heads), values, documents).narrow(-1, 0, value);
-  return call(o_proj_, attended.transpose(1, 2).reshape({batch, length, heads * value}));
+  // Contiguous: products of rows that lie apart may be rounded differently without a gradient.
+  return call(o_proj_, attended.transpose(1, 2).reshape({batch, length, heads * value}).contiguous());
 }
 
 LlamaMlpImpl::LlamaMlpImpl(int64_t hidden, int64_t intermediate) {
