@@ -25,13 +25,14 @@ struct Rows {
   int64_t elements = 1;  // of a row
 };
 
-// Of the longest part along the tensor-parallel axis, which cuts one dim of it.
+// Of the longest part along the axes that cut it.
 Rows rows_of_longest(const BucketParameter& member) {
   if (member.shape.empty()) return {};
-  const auto of_row = [](const Shape& shape) { return numel(Shape(shape.begin() + 1, shape.end())); };
-  const bool cuts_rows = of_row(member.shape) == of_row(member.whole);
-  const int64_t count = !cuts_rows ? member.shape[0] : of_row(member.shape) == 0 ? 0 : member.room / of_row(member.shape);
-  return {count, count == 0 ? 0 : member.room / count};
+  const auto& [mesh, layout] = member.own;
+  Shape longest = member.shape;
+  for (int64_t part = 0; member.is_cut() && part < mesh.size(); ++part)
+    if (const Shape shape = local_shape(member.whole, mesh, layout, part); numel(shape) > numel(longest)) longest = shape;
+  return {longest[0], longest[0] == 0 ? 0 : numel(longest) / longest[0]};
 }
 
 bool is_cut_by(const Layout& layout, const std::string& axis) {
