@@ -18,7 +18,8 @@ def balance_loss(
     """The loss of DeepSeek-V3 that falls as tokens spread over experts, a sum over tokens; multiply it by what it shall weigh.
 
     Each token adds the sum over experts e of ``f_e * p_e``. p_e is its probability of e, and f_e, a constant, the number of
-    experts times the part of the choices that went to e: of the token's sequence, or with a comm of all tokens of its ranks.
+    experts times the part of the choices that went to e: of the token's sequence, which has to be
+    whole, or with a comm of all tokens of its ranks.
 
     Parameters
     ----------
@@ -99,8 +100,9 @@ class RouterBiases:
 
         return hook
 
-    def update(self, comm: Optional[_C.Comm] = None) -> None:
-        """After each step of the optimizer, on every rank. Collective over the comm, whose ranks have the step's tokens."""
+    def update(self, comm: Optional[_C.Comm]) -> None:
+        """After each step of the optimizer, on every rank. Collective over the comm, whose ranks have the step's tokens;
+        None where this process alone has them."""
         for gate, counts in self.layers:
             bias = gate.get_buffer(_BIAS)
             if bias.dtype not in (torch.float32, torch.float64):

@@ -44,7 +44,7 @@ def test_biases_of_transformers_move_alike_on_one_rank_and_on_ranks_that_share_e
             own(tokens_of(8, step))
         for rank in range(2):
             loss_of(own, tokens_of(rank, step))
-        biases.update()
+        biases.update(None)
     expected = own.get_buffer(BIAS)
     assert expected.min() < 0 < expected.max()
 
@@ -71,7 +71,7 @@ def test_a_model_without_biases_and_one_in_low_precision_are_refused():
     low = glm4_moe()
     low.get_submodule(BIAS.rpartition(".")[0]).to(torch.bfloat16)
     with pytest.raises(shardproof.Error, match="bfloat16, in which small moves are lost"):
-        shardproof.RouterBiases(low, rate=0.1).update()
+        shardproof.RouterBiases(low, rate=0.1).update(None)
     with pytest.raises(shardproof.Error, match=r"got \[3, 4\] and \[3, 2\]"):
         shardproof.balance_loss(torch.zeros(3, 4), torch.zeros(3, 2, dtype=torch.long))
 

@@ -5,10 +5,12 @@
 #include <map>
 #include <set>
 
+#include "checkpoint/hugging_face_families.h"
 #include "checkpoint/state_names.h"
 #include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"
 #include "shardproof/base/nearest.h"
+#include "shardproof/checkpoint/format/weight_names.h"
 #include "shardproof/checkpoint/weights.h"
 #include "shardproof/comm/agree.h"
 #include "shardproof/models/lora.h"
@@ -95,7 +97,7 @@ class WeightLoader {
   void match_plain(const std::string& name, const at::Tensor& tensor, bool is_parameter) {
     if (const auto sources = sources_of(name, tensor.sizes().vec()))
       plain_.emplace_back(tensor, *sources);
-    else if (is_parameter)
+    else if (is_parameter || (is_router_bias(name) && has_router_biases(options_.family)))
       loaded_.missing.push_back(name);
   }
 

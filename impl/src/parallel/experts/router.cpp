@@ -121,6 +121,7 @@ Routes route(const at::Tensor& logits, const RouterOptions& options, const at::T
 }
 
 Router::Router(RouterOptions options, torch::nn::Module& gate) : options_(options) {
+  require_valid(options);
   for (const double value : {options.balance_loss, options.z_loss, options.bias_rate, options.capacity})
     SHARD_REQUIRE(std::isfinite(value) && value >= 0, "experts",
                   "balance_loss {}, z_loss {}, bias_rate {} and capacity {} must be finite and not below 0",
