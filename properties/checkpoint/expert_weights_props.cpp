@@ -61,6 +61,11 @@ TEST(ExpertWeights, of_routers_with_biases_have_those_in_their_files) {
     for (const auto& [name, value] : stored) EXPECT_TRUE(written.contains(name)) << family << " lacks " << name;
     EXPECT_TRUE(kit::same_bits(written.at(kBias), biases)) << family;
     EXPECT_EQ(written.at("model.norm.weight").scalar_type(), at::kBFloat16) << family;
+    stored.erase(kBias);
+    write_torch(scratch / "without.pt", stored);
+    on_mesh(model, kShared, 5, [&](Sharded& sharded, int64_t) {
+      expect_error([&] { load_weights(scratch / "without.pt", sharded, {.family = family}); }, {"lacks", kBias});
+    });
   }
 }
 

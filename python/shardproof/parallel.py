@@ -105,11 +105,12 @@ class CutDropout:
 class ExpertParallel:
     """A module that holds the experts of a layer, one behind the other along the first dim of each of its parameters.
 
-    Its forward takes ``(x [tokens, n], experts [tokens, k], weights [tokens, k])`` and returns [tokens, n], as the experts of
-    transformers do. Rows go to the ranks that hold their experts, where this forward runs on them with one expert each and a
-    weight of 1, and back. An expert of -1 is nowhere: such a choice is no row and adds nothing. Where one rank has all experts,
-    this forward gets the -1 itself. A field ``num_experts`` becomes the number of experts of this rank. ``fully_shard`` shards
-    experts over the ranks that hold the same ones. A plan of this style alone, without ``cut_inside``, needs no axis.
+    Its forward takes ``(x [tokens, n], experts [tokens, k], weights [tokens, k])`` and returns [tokens, n], as the experts
+    of transformers do. Rows go to the ranks that hold their experts, where this forward runs on them with one expert each
+    and a weight of 1, and back. An expert of -1 is nowhere: such a choice is no row and adds nothing. Where one rank has
+    all of them whole, this forward gets the -1 itself. A field ``num_experts`` becomes the number of experts of this rank.
+    ``fully_shard`` shards experts over the ranks that hold the same ones. A plan of this style alone, without
+    ``cut_inside``, needs no axis.
 
     Attributes
     ----------

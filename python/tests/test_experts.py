@@ -101,6 +101,23 @@ def plain(model, world, steps):
     return norms, dict(own.named_parameters())
 
 
+def three_steps(own, sharded, data_rank):
+    optimizer = shardproof.adamw(sharded, lr=0.01, weight_decay=0.01)
+    norms = []
+    for step in range(3):
+        loss_of(own, tokens_of(data_rank, step)).backward()
+        norms.append(sharded.clip_gradients(0.5))
+        optimizer.step()
+    return norms, sharded.gather()
+
+
+def are_as_expected(results, norms, expected):
+    for found, parameters in results:
+        assert found == pytest.approx(norms, rel=1e-4)
+        for name, value in expected.items():
+            assert torch.allclose(parameters[name], value, rtol=1e-3, atol=2e-4), name
+
+
 @pytest.mark.parametrize("sharing", [1, 2, 4])
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 @pytest.mark.parametrize("kind", MODELS)
@@ -117,18 +134,9 @@ def test_experts_that_ranks_share_train_as_the_whole_model_does(kind, strategy, 
         assert bool(parallel.parameters()) == (sharing > 1)
         units = [Experts] if pattern == "experts" else None
         sharded = shardproof.fully_shard(own, comms, units=units, strategy=strategy)
-        optimizer = shardproof.adamw(sharded, lr=0.01, weight_decay=0.01)
-        found = []
-        for step in range(3):
-            loss_of(own, tokens_of(comms.rank, step)).backward()
-            found.append(sharded.clip_gradients(0.5))
-            optimizer.step()
-        return found, sharded.gather()
+        return three_steps(own, sharded, comms.rank)
 
-    for found, parameters in shardproof.run_threads(4, body):
-        assert found == pytest.approx(norms, rel=1e-4)
-        for name, value in expected.items():
-            assert torch.allclose(parameters[name], value, rtol=1e-3, atol=2e-4), name
+    are_as_expected(shardproof.run_threads(4, body), norms, expected)
 
 
 @pytest.mark.parametrize("sharing", [1, 2])
@@ -145,18 +153,9 @@ def test_experts_that_are_cut_inside_train_as_the_whole_model_does(sharing):
         slices = [parameter for name, parameter in own.named_parameters() if name.endswith("experts.down_proj")]
         assert {parameter.shape[1:] for parameter in slices} == {(8, 4)}
         sharded = shardproof.fully_shard(own, comms, strategy="zero3")
-        optimizer = shardproof.adamw(sharded, lr=0.01, weight_decay=0.01)
-        found = []
-        for step in range(3):
-            loss_of(own, tokens_of(comms.rank // 2, step)).backward()
-            found.append(sharded.clip_gradients(0.5))
-            optimizer.step()
-        return found, sharded.gather()
+        return three_steps(own, sharded, comms.rank // 2)
 
-    for found, parameters in shardproof.run_threads(4, body):
-        assert found == pytest.approx(norms, rel=1e-4)
-        for name, value in expected.items():
-            assert torch.allclose(parameters[name], value, rtol=1e-3, atol=2e-4), name
+    are_as_expected(shardproof.run_threads(4, body), norms, expected)
 
 
 def test_a_module_whose_experts_cannot_be_cut_inside_is_refused_by_name():

@@ -132,6 +132,23 @@ constexpr const char* kExperts =
     "llama(layers=2,hidden=8,heads=2,kv_heads=1,intermediate=7,vocab=9,positions=5,experts=6,top_k=2,expert_groups=3,"
     "groups_per_token=2) mesh(dp_shard=2) zero1 sgd(lr=0.1) ordered seed=1 : step";
 
+namespace {
+
+// What stands behind `mark` in the texts of the valid models that are simpler than the case's by one field.
+std::set<std::string> simpler_models(const Case& base, const std::string& mark) {
+  std::set<std::string> rests;
+  for (const ModelField& field : model_fields(base.model.kind))
+    for (const golden::Model& model : field.simpler(base.model)) {
+      Case c = base;
+      c.model = model;
+      const std::string text = str(model);
+      if (is_valid(c)) rests.insert(text.substr(text.find(mark) + mark.size()));
+    }
+  return rests;
+}
+
+}  // namespace
+
 TEST(Case, every_field_of_experts_is_in_the_text_and_has_simpler_values) {
   const Case base = Case::parse(kExperts);
   EXPECT_EQ(base.str(), kExperts);
@@ -159,13 +176,7 @@ TEST(Case, every_field_of_experts_is_in_the_text_and_has_simpler_values) {
     EXPECT_TRUE(texts.insert(c.str()).second) << "not in the text: " << c.str();
     EXPECT_EQ(Case::parse(c.str()), c);
   }
-  std::set<std::string> simpler;
-  for (const ModelField& field : model_fields(base.model.kind))
-    for (const golden::Model& model : field.simpler(base.model)) {
-      Case c = base;
-      c.model = model;
-      if (is_valid(c)) simpler.insert(str(model).substr(str(model).find("positions=5") + 11));
-    }
+  const std::set<std::string> simpler = simpler_models(base, "positions=5");
   for (const char* rest : {")", ",experts=3,top_k=2,expert_groups=3,groups_per_token=2)", ",experts=5,top_k=2)",
                            ",experts=6,expert_groups=3,groups_per_token=2)", ",experts=6,top_k=2)",
                            ",experts=6,top_k=2,expert_groups=3)", ",experts=6,top_k=2,expert_groups=2,groups_per_token=2)"})
@@ -178,13 +189,7 @@ TEST(Case, every_field_of_latent_attention_is_in_the_text_and_without_it_none_is
       "rotary_size=2,kv_rank=3,query_rank=4,value_size=1,interleaved) mesh(dp_shard=2) zero1 sgd(lr=0.1) ordered seed=1 : step";
   const Case base = Case::parse(text);
   EXPECT_EQ(base.str(), text);
-  std::set<std::string> simpler;
-  for (const ModelField& field : model_fields(base.model.kind))
-    for (const golden::Model& model : field.simpler(base.model)) {
-      Case c = base;
-      c.model = model;
-      if (is_valid(c)) simpler.insert(str(model).substr(str(model).find("rope_factor=8") + 13));
-    }
+  const std::set<std::string> simpler = simpler_models(base, "rope_factor=8");
   EXPECT_TRUE(simpler.contains(")")) << "latent attention stays";
   const std::string rest = ",rope_yarn,rope_mscale=0.5,rotary_size=2,kv_rank=3,";
   EXPECT_TRUE(simpler.contains(rest + "value_size=1,interleaved)"));

@@ -62,7 +62,7 @@ int64_t ParallelState::sequence_length(int64_t local) const {
 Comm& ParallelState::share_experts(const ExpertParallel& style) {
   if (!experts_) {
     const auto view = comms_->on(expert_mesh(data_parallel_mesh(comms_->mesh()), style.ranks));
-    std::vector<Axis> own;  // as the view orders them: experts are whole along the plan's axis
+    std::vector<Axis> own;  // as the view orders them
     std::vector<std::string> names;
     for (const Axis& one : view->mesh().axes())
       if (one.name == axes::ep || one.name == axis()) own.push_back(one), names.push_back(one.name);

@@ -70,8 +70,9 @@ struct CutAttention {
 // For Experts (experts.h), and modules of your own that use Dispatch and whose parameters have experts along their first dim:
 // gives each of `ranks` neighbours some experts, cut as torch.chunk cuts. The other styles are about ranks that work on one
 // batch; these ranks have a batch each, and lie where the mesh has its data-parallel ranks: `fully_shard` shards experts over
-// the ranks that hold the same ones (expert_mesh in algebra/strategy.h). Ranks along the plan's axis hold the same experts. All
-// experts of a module have the same `ranks`. A plan of this style alone, without `cut_inside`, needs no axis.
+// the ranks that hold the same ones (expert_mesh in algebra/strategy.h). Ranks along the plan's axis hold the same experts, or
+// slices of them. All experts of a module have the same `ranks`. A plan of this style alone needs no axis, but for
+// `cut_inside`.
 struct ExpertParallel {
   int64_t ranks = 1;
   // Each rank along the plan's axis holds a slice of every expert: of the rows of gate and of up, and of the columns of down,
