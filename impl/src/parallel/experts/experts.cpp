@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <span>
 
 #include "shardproof/algebra/split.h"
 #include "shardproof/base/check.h"
@@ -84,6 +85,25 @@ void require_experts(const std::vector<int64_t>& counts, const at::Tensor& flat,
   SHARD_REQUIRE(most < count, "experts", "a token was sent to expert {}, and there are {}", most, count);
 }
 
+// What each rank is told: the counts of its experts, and expert 0's. That one tells a rank without experts of strays, too.
+at::Tensor words_to(const at::Tensor& counts, const std::vector<int64_t>& sizes) {
+  std::vector<at::Tensor> words;
+  for (const at::Tensor& part : counts.split_with_sizes(sizes)) words.insert(words.end(), {part, counts.narrow(0, 0, 1)});
+  return at::cat(words);
+}
+
+// What arrived from each rank of `group`, without the last word of each.
+std::vector<int64_t> heard(std::span<const int64_t> words, int64_t own, const Comm& group) {
+  std::vector<int64_t> counts;
+  for (int64_t from = 0; from < group.size(); ++from) {
+    const std::span<const int64_t> told = words.subspan(static_cast<size_t>(from * (own + 1)), static_cast<size_t>(own + 1));
+    SHARD_REQUIRE(std::ranges::count(told, -1) == 0, "experts",
+                  "rank {} of '{}' sent a token to an expert that there is not; its own message says which", from, group.name());
+    counts.insert(counts.end(), told.begin(), told.end() - 1);
+  }
+  return counts;
+}
+
 // What arrives at a rank where all count alike. `sizes`: how many experts each of them has.
 std::vector<int64_t> from_each(const std::vector<int64_t>& counts, const std::vector<int64_t>& sizes, int64_t rank) {
   const auto begin = counts.begin() + std::accumulate(sizes.begin(), sizes.begin() + rank, int64_t{0});
@@ -112,13 +132,16 @@ Dispatch::Dispatch(const at::Tensor& chosen, int64_t count, std::shared_ptr<Comm
   const at::Tensor flat = chosen.flatten();
   const auto [sorted, order] = at::sort(flat, /*stable=*/true, /*dim=*/0, /*descending=*/false);
   std::vector<at::Tensor> counts = {counts_of(sorted, count)};
-  std::vector<int64_t> sizes, each;
+  std::vector<int64_t> sizes;
   if (group_) {
-    for (int64_t rank = 0; rank < group_->size(); ++rank) sizes.push_back(piece({}, count, group_->size(), rank).size());
+    std::vector<int64_t> words;
+    for (int64_t rank = 0; rank < group_->size(); ++rank) {
+      sizes.push_back(piece({}, count, group_->size(), rank).size());
+      words.push_back(sizes.back() + 1);
+    }
     own_ = sizes[static_cast<size_t>(group_->rank())];
-    each.assign(sizes.size(), own_);
-    counts.push_back(at::empty({group_->size() * own_}, flat.options()));
-    group_->all_to_all(counts[1], counts[0], each, sizes).wait();
+    counts.push_back(at::empty({group_->size() * (own_ + 1)}, flat.options()));
+    group_->all_to_all(counts[1], words_to(counts[0], sizes), std::vector(sizes.size(), own_ + 1), words).wait();
   }
   const std::vector<int64_t> known = chosen.is_meta() ? even_counts(flat.numel(), count) : numbers_in(at::cat(counts).cpu());
   blocks_.assign(known.begin(), known.begin() + count);
@@ -127,11 +150,8 @@ Dispatch::Dispatch(const at::Tensor& chosen, int64_t count, std::shared_ptr<Comm
   order_ = order.narrow(0, flat.numel() - rows, rows);
   if (!group_) return;
   sent_ = sums_of(blocks_, sizes);
-  blocks_ = chosen.is_meta() ? from_each(blocks_, sizes, group_->rank()) : std::vector(known.begin() + count, known.end());
-  SHARD_REQUIRE(std::ranges::count(blocks_, -1) == 0, "experts",
-                "rank {} of '{}' sent a token to an expert that there is not; its own message says which",
-                (std::ranges::find(blocks_, -1) - blocks_.begin()) / own_, group_->name());
-  received_ = sums_of(blocks_, each);
+  blocks_ = chosen.is_meta() ? from_each(blocks_, sizes, group_->rank()) : heard(std::span(known).subspan(blocks_.size()), own_, *group_);
+  received_ = sums_of(blocks_, std::vector(sizes.size(), own_));
 }
 
 at::Tensor Dispatch::rows(const at::Tensor& x) const {

@@ -4,8 +4,8 @@
 // Experts may lie on several ranks: the style `ExpertParallel` (parallel_plan.h) gives each rank some of them. Rows then go to
 // the ranks of their experts and back, and their gradients likewise. Laws:
 //   1. An expert's gradient is the sum over all tokens of the world, divided as the gradients of all other parameters are.
-//   2. Which experts a token gets, and what they give, does not depend on the mesh or on other tokens, but for the rounding of
-//      products of other numbers of rows.
+//   2. Which experts a token gets, and what they give, does not depend on the mesh or, without a capacity (router.h), on other
+//      tokens, but for the rounding of products of other numbers of rows.
 //   3. `Experts` multiplies rows apart by the rank that they come from, and adds these products to a gradient in the order of
 //      ranks, as all sums of the library are taken.
 // They can be differentiated once: a backward with create_graph throws Error on every rank.
@@ -33,9 +33,9 @@ std::vector<int64_t> even_counts(int64_t choices, int64_t experts);
 // make one, call its methods, and run their backwards, in the same order. A rank may have no tokens.
 class Dispatch {
  public:
-  // `chosen` [tokens, experts of one] int64: experts, or -1 for a choice that goes nowhere. Throws Error when one is not among
-  // the `count` experts. Collective. On the meta device, where choices have no values, they are even (even_counts), none goes
-  // nowhere, and every rank has as many tokens as this one.
+  // `chosen` [tokens, experts of one] int64: experts, or -1 for a choice that goes nowhere. Throws Error on every rank of the
+  // group when one is not among the `count` experts. Collective. On the meta device, where choices have no values, they are
+  // even (even_counts), none goes nowhere, and every rank has as many tokens as this one.
   // `slices`: the ranks that hold other slices of the same experts, and get the same tokens; null where experts are whole. What
   // they give, and the gradients of `rows`, are summed over these ranks as `sum` says.
   Dispatch(const at::Tensor& chosen, int64_t count, std::shared_ptr<Comm> group, std::shared_ptr<Comm> slices = nullptr,
