@@ -26,22 +26,20 @@ struct Head {
 
   bool sees(int64_t i, int64_t j) const { return a.hidden.empty() || !a.hidden[static_cast<size_t>(i * a.q.rows + j)]; }
 
-  // The powers of the keys up to query i, over the largest one that it sees; 0 of those that it does not see.
+  // The powers of the keys up to query i, over the largest one that it sees; 0 of those that it does not see. These have to be in
+  // range as well, since whether a run goes on must not depend on which pairs a rank multiplies.
   std::vector<double> powers(int64_t i) const {
     std::vector<double> scores;
+    double most = -std::numeric_limits<double>::infinity();
     for (int64_t j = 0; j <= i; ++j) {
-      if (!sees(i, j)) {
-        scores.push_back(-std::numeric_limits<double>::infinity());
-        continue;
-      }
       Sum dot;
       for (int64_t d = 0; d < width; ++d) dot.add_product(a.q.at(i, first + d), a.k.at(j, key_first + d));
       scores.push_back(dot.value() * scale());
+      if (sees(i, j)) most = std::max(most, scores.back());
     }
-    const double most = *std::max_element(scores.begin(), scores.end());
     for (int64_t j = 0; j <= i; ++j) {
       double& score = scores[static_cast<size_t>(j)];
-      score = sees(i, j) ? exp(score - most) : 0;
+      score = sees(i, j) || std::isnan(score) ? exp(score - most) : 0;
     }
     return scores;
   }

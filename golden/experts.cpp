@@ -143,7 +143,8 @@ at::Tensor mixture(const Llama& llama, Forward& forward, const std::string& pref
   const auto wide = [](const at::Tensor& x) { return x.scalar_type() == at::kDouble ? x : x.to(at::kFloat); };
   const std::string bias = prefix + "gate.e_score_correction_bias";
   const bool has_losses = forward.training && (llama.expert_balance != 0 || llama.expert_z != 0);
-  const at::Tensor logits = forward.linear(routed, prefix + "gate"), judged = has_losses ? logits.view_as(logits) : logits;
+  const at::Tensor logits = forward.linear(routed, prefix + "gate", /*in_float32=*/llama.score == Llama::Score::sigmoid);
+  const at::Tensor judged = has_losses ? logits.view_as(logits) : logits;
   Routes routes = routes_of(llama, wide(judged.reshape({-1, llama.experts})),
                             llama.has_bias() ? forward.parameters.at(bias) : at::Tensor());
   forward.counts[bias] = at::one_hot(routes.experts.reshape({-1}), llama.experts).sum(0).to(at::kDouble);

@@ -74,7 +74,8 @@ struct Gpt {
 // [hidden, heads * value_size].
 //
 // With `experts`, layers from number dense_layers on have experts in place of the gated MLP. Of its tokens x [N, hidden]:
-//   logits = linear(x, gate), in float32 or wider; scores = softmax(logits) or sigmoid(logits), or the logits (chosen_softmax).
+//   logits = linear(x, gate), in float32 or wider, for sigmoid those of x and gate in float32 or wider;
+//   scores = softmax(logits) or sigmoid(logits), or the logits (chosen_softmax).
 //   Of expert_groups > 1 groups of neighbouring experts only those groups_per_token take part whose two highest scores have the
 //   highest sum (equal ones: the first). A token's experts e_0, e_1, .. are the experts_per_token with the highest scores,
 //   falling (equal ones: the first). Weights w_j are their scores; with `normalized` divided by their sum (sigmoid: the sum +

@@ -166,11 +166,12 @@ Shapes parameter_shapes(const Model& model) {
   return shapes;
 }
 
-at::Tensor Forward::linear(const at::Tensor& x, const std::string& name) {
+at::Tensor Forward::linear(const at::Tensor& x, const std::string& name, bool in_float32) {
   const auto bias = parameters.find(name + ".bias");
+  const at::ScalarType dtype = in_float32 ? at::promote_types(x.scalar_type(), at::kFloat) : x.scalar_type();
   const auto plain = [&](const at::Tensor& input) {
-    return bias == parameters.end() ? at::linear(input, parameters.at(name + ".weight"))
-                                    : at::linear(input, parameters.at(name + ".weight"), bias->second);
+    const at::Tensor wide = input.to(dtype), weight = parameters.at(name + ".weight").to(dtype);
+    return bias == parameters.end() ? at::linear(wide, weight) : at::linear(wide, weight, bias->second.to(dtype));
   };
   const auto down = parameters.find(name + ".lora_A.weight");
   if (down == parameters.end()) return plain(x);

@@ -33,7 +33,7 @@ struct Forward {
   Counts counts = {};
 
   // The linear layer of that name, with a bias and with an adapter where there are such parameters.
-  at::Tensor linear(const at::Tensor& x, const std::string& name);
+  at::Tensor linear(const at::Tensor& x, const std::string& name, bool in_float32 = false);
 };
 
 // input [B, widths.front()] -> [B, widths.back()]

@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
@@ -57,6 +58,21 @@ bool is_frozen(const Step& step, const std::string& name) {
   return std::find(step.frozen.begin(), step.frozen.end(), name) != step.frozen.end();
 }
 
+// In the order of the model's own.
+Named checked_buffers(const Model& model, const Named& given, at::ScalarType dtype) {
+  Named copies;
+  for (const auto& [name, own] : initial_buffers(model, dtype)) {
+    const auto it = std::find_if(given.begin(), given.end(), [&name = name](const auto& item) { return item.first == name; });
+    if (it == given.end() || it->second.sizes() != own.sizes())
+      refuse(fmt::format("buffer {}: expected [{}], got {}", name, fmt::join(own.sizes(), ", "),
+                         it == given.end() ? "none" : fmt::format("[{}]", fmt::join(it->second.sizes(), ", "))));
+    copies.emplace_back(name, it->second.detach().to(dtype, /*non_blocking=*/false, /*copy=*/true));
+  }
+  if (copies.size() != given.size())
+    refuse(fmt::format("{} buffers are given, and the model has {}", given.size(), copies.size()));
+  return copies;
+}
+
 // Those that have optimizer state: of a model with adapters theirs alone.
 Named with_state(const Model& model, const Named& parameters) {
   if (model.adapters.layers.empty()) return parameters;
@@ -83,7 +99,7 @@ struct Trainer::Collected {
 };
 
 Trainer::Trainer(Model model, Optimizer optimizer, const Named& parameters, SumOrder order, Precision precision,
-                 LossScaling scaling, at::ScalarType dtype, uint64_t jitter, c10::Device device, double ema)
+                 LossScaling scaling, at::ScalarType dtype, uint64_t jitter, c10::Device device, double ema, const Named& buffers)
     : model_(std::move(model)),
       order_(order),
       precision_(in_dtype(precision, dtype)),
@@ -102,6 +118,7 @@ Trainer::Trainer(Model model, Optimizer optimizer, const Named& parameters, SumO
   require_valid(precision);
   require_valid(scaling);
   if (!(ema >= 0 && ema < 1)) refuse(fmt::format("ema: expected a number in [0, 1), got {}", ema));
+  if (!buffers.empty()) buffers_ = {checked_buffers(model_, buffers, dtype)};
 }
 
 Tensors Trainer::gradients(Collected& collected, size_t round, size_t rank) const {

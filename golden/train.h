@@ -12,10 +12,11 @@ namespace golden {
 // as they come. Every tensor of a StepTrace is final: later steps make new ones.
 class Trainer {
  public:
-  // `parameters` are copied. Throws std::invalid_argument as `train` does.
+  // `parameters` are copied, and so are `buffers`, which each rank's own begin as; empty: as those of `train` begin. Throws
+  // std::invalid_argument as `train` does.
   Trainer(Model model, Optimizer optimizer, const Named& parameters, SumOrder order, Precision precision = {},
           LossScaling scaling = {}, at::ScalarType dtype = at::kFloat, uint64_t jitter = 0,
-          c10::Device device = c10::kCPU, double ema = 0);
+          c10::Device device = c10::kCPU, double ema = 0, const Named& buffers = {});
 
   StepTrace step(const Step& step);
   // The weighted loss of a microbatch, with the parameters as they are, without dropout and with the statistics of that rank;

@@ -129,13 +129,19 @@ void add_routing(const DryRun& options, DryRunResult& result) {
   for (const int64_t rank : sharing->ranks)
     rows.worst += options.samples * most_rows(llama.router, tokens_on(options, rank), experts);
   rows.worst = std::max(rows.worst, rows.even);  // even routing drops nothing, whatever the capacity
-  const int64_t elements = std::max(own, rows.worst) * llama.hidden;
-  const auto exchanges = std::ranges::find_if(result.traffic, [](const Traffic& traffic) {
-    return traffic.group == axes::ep && traffic.op == to_string(Op::all_to_all);
-  });
-  for (const Collective& call : result.record.collectives)
-    if (groups[call.group].name == axes::ep && call.op == Op::all_to_all && c10::isFloatingType(call.dtype))  // not of counts
-      exchanges->worst_bytes += elements * static_cast<int64_t>(c10::elementSize(call.dtype)) - call.bytes;
+  const auto worst_bytes = [&](std::string_view axis, Op op) -> int64_t& {
+    return std::ranges::find_if(result.traffic, [&](const Traffic& traffic) {
+             return traffic.group == axis && traffic.op == to_string(op);
+           })->worst_bytes;
+  };
+  for (const Collective& call : result.record.collectives) {
+    if (groups[call.group].name != axes::ep || call.op != Op::all_to_all || !c10::isFloatingType(call.dtype)) continue;  // counts
+    const auto size = static_cast<int64_t>(c10::elementSize(call.dtype));
+    worst_bytes(axes::ep, Op::all_to_all) += std::max(own, rows.worst) * llama.hidden * size - call.bytes;
+    // Rows come and go, and in between slices are summed once.
+    if (options.what.options.etp != 0)
+      worst_bytes(axes::tp, Op::all_reduce) += (rows.worst - rows.even) * llama.hidden * size / 2;
+  }
 }
 
 struct Trained {

@@ -11,27 +11,12 @@
 #include "shardproof/hooks/unit.h"
 #include "shardproof/models/models.h"
 #include "shardproof/nn/gradient_place.h"
-#include "shardproof/nn/meta_init.h"
 
 namespace shardproof {
 namespace {
 
 torch::nn::LinearOptions plain(int64_t in, int64_t out, bool bias = false) {
   return torch::nn::LinearOptions(in, out).bias(bias);
-}
-
-// The gate of a router, which may have a bias of the choice.
-class GateImpl final : public LinearImpl, public HasBuffers {
- public:
-  using LinearImpl::LinearImpl;
-  void reset_buffers() override {
-    const at::NoGradGuard no_grad;
-    for (const at::Tensor& bias : buffers(/*recurse=*/false)) bias.zero_();
-  }
-};
-
-std::shared_ptr<LinearImpl> gate_of(const LlamaOptions& options) {
-  return std::make_shared<GateImpl>(plain(options.hidden, options.router.experts));
 }
 
 struct Rope {
@@ -280,9 +265,23 @@ at::Tensor LlamaMlpImpl::forward(at::Tensor x) {
   return call(down_proj_, (is_canonical() ? canonical_ops::silu(gate) : at::silu(gate)) * call(up_proj_, x));
 }
 
-MoeMlpImpl::MoeMlpImpl(const LlamaOptions& options) : MoeMlpImpl(options, gate_of(options)) {}
+RouterGateImpl::RouterGateImpl(const LlamaOptions& options)
+    : LinearImpl(plain(options.hidden, options.router.experts)), in_float32_(options.router.score == RouterScore::sigmoid) {}
 
-MoeMlpImpl::MoeMlpImpl(const LlamaOptions& options, Linear gate) : Router(options.router, *gate), gate_(std::move(gate)) {
+at::Tensor RouterGateImpl::forward(const at::Tensor& x) {
+  const bool is_narrow = x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf;
+  if (!in_float32_ || !is_narrow) return LinearImpl::forward(x);
+  return at::linear(x.to(at::kFloat), weight.to(at::kFloat));
+}
+
+void RouterGateImpl::reset_buffers() {
+  const at::NoGradGuard no_grad;
+  for (const at::Tensor& bias : buffers(/*recurse=*/false)) bias.zero_();
+}
+
+MoeMlpImpl::MoeMlpImpl(const LlamaOptions& options) : MoeMlpImpl(options, RouterGate(options)) {}
+
+MoeMlpImpl::MoeMlpImpl(const LlamaOptions& options, RouterGate gate) : Router(options.router, *gate), gate_(std::move(gate)) {
   register_module("gate", gate_);
   experts_ = register_module("experts", Experts(options.router.experts, options.hidden, options.expert_intermediate));
   if (options.shared_intermediate > 0)
@@ -293,7 +292,8 @@ MoeMlpImpl::MoeMlpImpl(const LlamaOptions& options, Linear gate) : Router(option
 at::Tensor MoeMlpImpl::forward(at::Tensor x) {
   const at::Tensor routed = shared_ ? x.view_as(x) : x;
   const Routes routes = choose(call(gate_, routed));
-  const at::Tensor y = call(experts_, routed.flatten(0, 1), routes.experts, routes.weights).view(x.sizes());
+  const at::Tensor weights = routes.weights.to(x.scalar_type());
+  const at::Tensor y = call(experts_, routed.flatten(0, 1), routes.experts, weights).view(x.sizes());
   return shared_ ? y + call(shared_, x) : y;
 }
 

@@ -252,21 +252,29 @@ TEST(Plan, the_worst_bytes_of_experts_are_those_of_a_rank_that_all_tokens_choose
   // Two sequences of each rank or, with cp, of both; with a capacity an expert takes 5 tokens of a sequence.
   for (const Sizes& sizes : {Sizes{"dp_shard=2", 6, "top_k=1", 12, 24}, Sizes{"dp_shard=4", 6, "top_k=2", 24, 48},
                              Sizes{"dp_shard=2", 6, "top_k=4", 48, 72}, Sizes{"dp_shard=2,cp=2", 7, "top_k=4", 24, 42},
+                             Sizes{"tp=2,dp_shard=2", 6, "top_k=4", 48, 72},
                              Sizes{"dp_shard=2", 6, "top_k=4,expert_capacity=1.25", 48, 60}}) {
     const std::string model = fmt::format(
         "llama(layers=2,hidden=8,heads=2,kv_heads=2,intermediate=6,vocab=20,positions={},experts=6,"
         "expert_width=5,{})",
         sizes.positions, sizes.routing);
-    DryRun run =
-        dry_of({.model = model.c_str(), .mesh = sizes.mesh, .strategy = "zero3", .recompute = true, .expert_ranks = 2});
+    DryRun run = dry_of({.model = model.c_str(),
+                         .mesh = sizes.mesh,
+                         .strategy = "zero3",
+                         .recompute = true,
+                         .expert_ranks = 2,
+                         .cut_experts = std::string_view(sizes.mesh).starts_with("tp")});
     const std::vector<Counted> counted = really(run, /*to_first_experts=*/true);
     for (run.rank = 0; run.rank < run.what.mesh.size(); run.rank += 2) {
       const DryRunResult result = dry_run(run);
       EXPECT_EQ(result.expert_rows.even, sizes.even) << model;
       EXPECT_EQ(result.expert_rows.worst, sizes.worst) << model;
-      const int64_t worst = counted[static_cast<size_t>(run.rank)].calls.at({"ep", "all_to_all"}).second;
+      const auto is_routed = [](const Traffic& traffic) { return traffic.group == "ep" || traffic.group == "tp"; };
+      const auto really_sent = [&](const Traffic& traffic) {
+        return counted[static_cast<size_t>(run.rank)].calls.at({traffic.group, traffic.op}).second;
+      };
       for (const Traffic& traffic : result.traffic)
-        EXPECT_EQ(traffic.worst_bytes, traffic.group == "ep" ? worst : traffic.bytes)
+        EXPECT_EQ(traffic.worst_bytes, is_routed(traffic) ? really_sent(traffic) : traffic.bytes)
             << str(run.what.model) << ", rank " << run.rank << ", " << traffic.op << " of " << traffic.group;
     }
   }

@@ -230,6 +230,25 @@ TEST(Experts, experts_come_from_the_groups_whose_two_best_are_best) {
   EXPECT_TRUE(at::equal(two.experts, matrix({{5, 2, 3}})));
 }
 
+// The logits 1 and 1 + 2^-9 are one number of bfloat16, of which the first expert would get the token. Only the second one gives
+// anything.
+TEST(Experts, of_sigmoids_logits_that_are_one_in_bfloat16_are_two) {
+  RouterOptions options{.experts = 2, .experts_per_token = 1, .score = RouterScore::sigmoid};
+  for (const RouterScore score : {RouterScore::sigmoid, RouterScore::softmax}) {
+    options.score = score;
+    MoeMlp moe = layer({.hidden = 2, .router = options, .expert_intermediate = 1});
+    const at::NoGradGuard no_grad;
+    moe->to(at::kBFloat16);
+    auto parameters = moe->named_parameters();
+    parameters["gate.weight"].copy_(at::tensor({1.0, 0.0, 1.0, 1.0}).view({2, 2}));
+    parameters["experts.gate_up_proj"].fill_(1);
+    parameters["experts.down_proj"].zero_()[1].fill_(1);
+    const at::Tensor y = moe->forward(at::tensor({1.0, 0x1p-9}).to(at::kBFloat16).view({1, 1, 2}));
+    EXPECT_EQ(y.scalar_type(), at::kBFloat16);
+    EXPECT_EQ(y.ne(0).all().item<bool>(), score == RouterScore::sigmoid);
+  }
+}
+
 TEST(Experts, rows_go_to_the_ranks_that_counts_say_and_gradients_come_back) {
   on_mesh(ranks(3), [](const std::shared_ptr<MeshComm>& comms) {
     const int64_t rank = comms->rank();  // rank r sends r rows to rank 0, none to rank 1 and one to rank 2
@@ -295,6 +314,14 @@ TEST(Experts, what_would_be_wrong_silently_is_refused_on_every_rank) {
     expect_error([&] { fully_shard(whole.ptr(), comms, options); }, {"Numerics::canonical", "2 ranks share"});
   });
   expect_error([] { Dispatch(matrix({{-2}}), 2, nullptr); }, {"expert -2", "-1 is nowhere"});
+}
+
+TEST(Experts, a_choice_that_is_no_expert_is_refused_on_every_rank_also_where_there_are_none) {
+  on_mesh(ranks(4), [](const std::shared_ptr<MeshComm>& comms) {
+    const bool mine = comms->rank() == 1;
+    expect_error([&] { Dispatch(matrix({{mine ? 3L : 0L}}), /*count=*/3, comms->world().shared()); },
+                 {mine ? "expert 3, and there are 3" : "rank 1 of"});
+  });
 }
 
 TEST(Experts, what_does_not_fit_is_refused_by_name) {

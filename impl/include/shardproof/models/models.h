@@ -14,6 +14,7 @@
 #include "shardproof/nn/attention.h"
 #include "shardproof/nn/canonical/canonical.h"
 #include "shardproof/nn/dropout.h"
+#include "shardproof/nn/meta_init.h"
 #include "shardproof/parallel/experts/experts.h"
 #include "shardproof/parallel/experts/router.h"
 #include "shardproof/parallel/tensor/tensor_parallel.h"
@@ -226,6 +227,19 @@ class LlamaMlpImpl : public torch::nn::Module, public CanonicalPart {
 };
 TORCH_MODULE(LlamaMlp);
 
+// What gives a router its logits, which may have a bias of the choice. With sigmoid scores they are products in float32 of what
+// comes in the layer's dtype, as those of DeepSeek-V3 in transformers: in bfloat16 many of them would be equal.
+class RouterGateImpl final : public LinearImpl, public HasBuffers {
+ public:
+  explicit RouterGateImpl(const LlamaOptions& options);
+  at::Tensor forward(const at::Tensor& x);
+  void reset_buffers() override;
+
+ private:
+  bool in_float32_;
+};
+TORCH_MODULE(RouterGate);
+
 // A router, "gate.weight" [experts, hidden], with its "experts" and, where there is one, the gated MLP "shared_experts":
 // [B, T, hidden] -> [B, T, hidden].
 class MoeMlpImpl : public torch::nn::Module, public Router {
@@ -234,9 +248,9 @@ class MoeMlpImpl : public torch::nn::Module, public Router {
   at::Tensor forward(at::Tensor x);
 
  private:
-  MoeMlpImpl(const LlamaOptions& options, Linear gate);
+  MoeMlpImpl(const LlamaOptions& options, RouterGate gate);
 
-  Linear gate_;
+  RouterGate gate_;
   Experts experts_{nullptr};
   LlamaMlp shared_{nullptr};
 };
