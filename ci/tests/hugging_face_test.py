@@ -203,6 +203,20 @@ class HuggingFace(ScratchCase):
         self.assertIn("lm_head.weight is [13, 12] and not [14, 12]", error)
         self.assertFalse(os.path.exists(self.path("x")))
 
+    def test_layers_that_the_config_calls_drafts_stay_behind_and_no_others(self):
+        theirs, usual = self.path("theirs"), ("--family", "glm4_moe")
+        model_with_biases("glm4_moe", **SIZES).save_pretrained(theirs)
+        weights = load_file(os.path.join(theirs, "model.safetensors"))
+        weights["model.layers.2.eh_proj.weight"] = torch.zeros(12, 24)
+        save_file(weights, os.path.join(theirs, "model.safetensors"), {"format": "pt"})
+        self.rewrite("theirs", num_nextn_predict_layers=0)
+        error = shardproof("checkpoint", "convert", theirs, self.path("ours"), *usual, code=2)
+        self.assertIn("the model has no place for model.layers.2.eh_proj.weight", error)
+        self.rewrite("theirs", num_nextn_predict_layers=1)
+        shardproof("checkpoint", "convert", theirs, self.path("ours"), *usual)
+        shardproof("checkpoint", "convert", self.path("ours"), self.path("back"), "--to", "safetensors", *usual)
+        self.assertEqual(opened(self.path("back")).config.num_mtp_layers, 0)
+
     def test_a_tied_head_with_values_of_its_own_is_refused(self):
         llama(True).save_pretrained(self.path("theirs"))
         values = load_file(self.path("theirs/model.safetensors"))

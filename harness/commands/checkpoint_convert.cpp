@@ -19,6 +19,7 @@
 #include "shardproof/checkpoint/format/durable.h"
 #include "shardproof/checkpoint/format/torch_file.h"
 #include "shardproof/checkpoint/hugging_face.h"
+#include "shardproof/checkpoint/weights.h"
 #include "shardproof/nn/meta_init.h"
 
 namespace harness {
@@ -129,7 +130,8 @@ CheckpointSource::MakeRecipes recipes_in(const CheckpointArguments& arguments) {
       found[name] = source.made_by(name, *recipe).sizes;
       for (const WeightPart& part : recipe->parts) unused.erase(part.name);
     }
-    std::erase_if(unused, [&](const auto& item) { return is_no_weight(arguments.family, item.first, parameters); });
+    const int64_t drafts = draft_layers(source.path(), arguments.family);
+    std::erase_if(unused, [&](const auto& item) { return is_no_weight(arguments.family, item.first, parameters, drafts); });
     found.merge(unused);
     require_parameters(source.path(), described, found);
     if (is_tied(described) && stored.contains(kHead))

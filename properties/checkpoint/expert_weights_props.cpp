@@ -69,23 +69,39 @@ TEST(ExpertWeights, of_routers_with_biases_have_those_in_their_files) {
   }
 }
 
-// What drafts further tokens, in a layer behind the model's own, is left out, as the package leaves it out.
-TEST(ExpertWeights, of_layers_that_draft_tokens_are_left_out_of_glm4_moe_and_deepseek_v3_alone) {
+// What drafts further tokens, in as many layers behind the model's own as the config.json beside the file says. Any other layer
+// may be one of the model that the config has forgotten.
+TEST(ExpertWeights, of_layers_that_the_config_calls_drafts_are_left_out_of_glm4_moe_and_deepseek_v3_alone) {
   for (const std::string family : {"dots1", "glm4_moe", "deepseek_v3"}) {
     const HuggingFaceModel model = with_biases(family);
-    Values stored = by_definition(model, values_of(model, 7));
-    stored["model.layers.1.eh_proj.weight"] = at::zeros({8, 16});
+    const Values own = by_definition(model, values_of(model, 7));
     const Scratch scratch;
-    const auto load = [&](const std::string& file) {
-      write_torch(scratch / file, stored);
-      on_mesh(model, {}, 5, [&](Sharded& sharded, int64_t) { load_weights(scratch / file, sharded, {.family = family}); });
+    int64_t number = 0;
+    const auto load = [&](const std::string& config, const std::vector<std::string>& more) {
+      Values stored = own;
+      for (const std::string& name : more) stored[name] = at::zeros({8, 16});
+      const std::string file = scratch / fmt::format("{}.pt", ++number);
+      write_torch(file, stored);
+      spill(scratch / "config.json", config);
+      on_mesh(model, {}, 5, [&](Sharded& sharded, int64_t) { load_weights(file, sharded, {.family = family}); });
     };
-    if (family == "dots1")
-      expect_error([&] { load("behind.pt"); }, {"model has no place for model.layers.1.eh_proj.weight"});
-    else
-      load("behind.pt");
-    stored["model.layers.0.eh_proj.weight"] = at::zeros({8, 16});
-    expect_error([&] { load("within.pt"); }, {"model has no place for model.layers.0.eh_proj.weight"});
+    const std::string one = R"({"num_nextn_predict_layers": 1})", two = R"({"num_mtp_layers": 2})";
+    const std::string next = "model.layers.1.eh_proj.weight", after = "model.layers.2.eh_proj.weight";
+    const auto refused = [&](const std::string& config, const std::vector<std::string>& more, const std::string& name) {
+      expect_error([&] { load(config, more); }, {"model has no place for " + name});
+    };
+    for (const char* none : {"{}", R"({"num_nextn_predict_layers": 0})", R"({"num_nextn_predict_layers": null})",
+                             R"({"num_nextn_predict_layers": 0, "num_mtp_layers": 1})"})
+      refused(none, {next}, next);
+    refused(one, {"model.layers.0.eh_proj.weight"}, "model.layers.0.eh_proj.weight");
+    if (family == "dots1") {
+      refused(one, {next}, next);
+      continue;
+    }
+    load(one, {next, "layers.1.hnorm.weight"});
+    load(two, {next, after});
+    refused(one, {next, after}, after);
+    expect_error([&] { load(R"({"num_nextn_predict_layers": "one"})", {next}); }, {"num_nextn_predict_layers should be a"});
   }
 }
 
@@ -207,6 +223,7 @@ TEST(ExpertWeights, that_no_family_computes_have_no_config) {
   for (const char* family : {"dots1", "glm4_moe", "deepseek_v3"}) {
     of_biases(family, [](O& o) { o.router.score = RouterScore::softmax; }, {"chosen by sigmoid"});
     of_biases(family, [](O& o) { o.router.capacity = 1; }, {"without a capacity"});
+    of_biases(family, [](O& o) { o.router.bias = false; }, {"chosen by sigmoid and a bias"});
     of_biases(family, [](O& o) { o.router.experts = o.router.groups = 4; }, {"groups of two or more"});
     of_biases(family, [](O& o) { o.shared_intermediate = 4; }, {"as wide as some of them together"});
   }

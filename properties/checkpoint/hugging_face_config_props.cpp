@@ -254,6 +254,22 @@ TEST(HuggingFaceConfig, of_models_with_latent_attention_or_biases_of_routers_say
   refuse(dots + R"("n_routed_experts": 4, "attention_bias": true)", {"attention_bias"});
   refuse(R"("model_type": "glm4_moe", "partial_rotary_factor": 0.2)", {"partial_rotary_factor is 0.2, so 3 of the 16"});
   refuse(R"("model_type": "qwen3_moe", "partial_rotary_factor": 0.5)", {"only a part of a head turns"});
+  refuse(R"("model_type": "glm4_moe", "partial_rotary_factor": null)", {"x: partial_rotary_factor is null", "glm4_moe"});
+  refuse(R"("model_type": "glm4_moe", "norm_topk_prob": null)", {"x: norm_topk_prob is null"});
+  refuse(R"("model_type": "qwen3_moe", "num_local_experts": null)", {"x: num_local_experts is null"});
+  refuse(R"("model_type": "qwen2", "head_dim": null)", {"x: head_dim is null"});
+  refuse(of_authors + R"(, "rope_interleave": null)", {"x: rope_interleave is null"});
+  for (const char* value : {"12", "16", "null"}) refuse(of_authors + R"(, "head_dim": )" + value, {"x: head_dim is", value});
+  HuggingFaceModel turned = read(of_authors + R"(, "head_dim": 4, "qk_head_dim": 16)");
+  EXPECT_EQ(llama_of(turned).rotary_size, 4);
+  std::get<LlamaOptions>(turned.options).rotary_size = 6;
+  EXPECT_EQ(llama_of(parse_hugging_face_config(hugging_face_config(turned), "x")).rotary_size, 6);
+  // Of drafts, which are not written.
+  for (const char* said : {R"(, "num_nextn_predict_layers": 1)", R"(, "num_mtp_layers": 2)", ""}) {
+    const std::string written = hugging_face_config(read(R"("model_type": "glm4_moe")" + std::string(said)));
+    EXPECT_EQ(nlohmann::json::parse(written).at("num_nextn_predict_layers"), 0) << said;
+    EXPECT_FALSE(nlohmann::json::parse(written).contains("num_mtp_layers")) << said;
+  }
   for (const auto& [entry, part] : std::map<std::string, std::string>{
            {R"("scoring_func": "softmax")", "scoring_func is 'softmax'"},
            {R"("topk_method": "greedy")", "topk_method 'greedy'"},
@@ -264,12 +280,13 @@ TEST(HuggingFaceConfig, of_models_with_latent_attention_or_biases_of_routers_say
            {R"("qk_rope_head_dim": 3)", "qk_rope_head_dim 3"},
            {R"("sliding_window": 8)", "sliding_window"},
            {R"("rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 8})", "mscale 0 and"},
-           {R"("rope_scaling": {"type": "yarn", "mscale": 1, "mscale_all_dim": 0.5, "original_max_position_embeddings": 8})",
+           {R"("rope_scaling": {"type": "yarn", "factor": 4, "mscale": 1, "mscale_all_dim": 0.5,
+               "original_max_position_embeddings": 8})",
             "mscale 1 and mscale_all_dim 0.5"},
-           {R"("rope_scaling": {"type": "yarn", "mscale": 1, "mscale_all_dim": 1, "truncate": false,
+           {R"("rope_scaling": {"type": "yarn", "factor": 4, "mscale": 1, "mscale_all_dim": 1, "truncate": false,
                "original_max_position_embeddings": 8})",
             "truncate is false"},
-           {R"("rope_scaling": {"type": "yarn", "mscale": 1, "mscale_all_dim": 1, "attention_factor": 2,
+           {R"("rope_scaling": {"type": "yarn", "factor": 4, "mscale": 1, "mscale_all_dim": 1, "attention_factor": 2,
                "original_max_position_embeddings": 8})",
             "attention_factor"}}) {
     const std::string text = R"({"model_type": "deepseek_v3", "num_hidden_layers": 3, "hidden_size": 64, "vocab_size": 100,
@@ -292,6 +309,10 @@ TEST(HuggingFaceConfig, of_what_the_models_cannot_compute_is_refused) {
   refuse(R"({"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 4}, )" + sizes, {"config.json", "'yarn'"});
   refuse(R"({"model_type": "llama", "hidden_act": "gelu", )" + sizes, {"hidden_act is 'gelu'"});
   refuse(R"({"model_type": "qwen3", "attention_bias": true, )" + sizes, {"biases"});
+  refuse(R"({"model_type": "llama", "rope_scaling": {"rope_type": "llama3", "factor": null}, )" + sizes,
+         {"rope_scaling: factor is null"});
+  refuse(R"({"model_type": "llama", "rope_scaling": {"rope_type": "llama3", "factor": 8, "high_freq_factor": 4}, )" + sizes,
+         {"it has no low_freq_factor"});
   refuse(R"({"model_type": "llama", "num_key_value_heads": "two", )" + sizes, {"num_key_value_heads", "two"});
   refuse(R"({"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 9, "activation_function": "relu"})",
          {"activation_function is 'relu'"});
@@ -304,6 +325,7 @@ TEST(HuggingFaceConfig, of_what_the_models_cannot_compute_is_refused) {
        R"("is_causal": false)", R"("layer_types": ["chunked_attention", "full_attention"])", R"("some_new_key": true)",
        R"("partial_rotary_factor": 0.5)", R"("attention_bias": true)", R"("mlp_bias": true)", R"("sliding_window": 8)",
        R"("rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]})", R"("torchscript": true)",
+       R"("is_causal": null)", R"("rope_theta": null)", R"("tie_word_embeddings": null)", R"("rms_norm_eps": null)",
        R"("rope_scaling": {"rope_type": "llama3", "factor": 8, "original_max_position_embeddings": 8, "attention_factor": 2})"})
     refuse(fmt::format(R"({{"model_type": "llama", {}, )", entry) + sizes, {"config.json"});
   for (const char* entry : {R"("some_new_key": null)", R"("rope_interleaved": false)", R"("is_llama_config": true)",

@@ -219,6 +219,32 @@ void expect_same_model(const std::string& family, const LlamaOptions& options, c
   for (const auto& [key, other] : changes) expect_same_model(family, options, key.c_str(), other);
 }
 
+// As the package reads this text, and as the library does.
+void expect_same_reading(const std::string& text) {
+  const auto options = std::get<LlamaOptions>(checkpoint::parse_hugging_face_config(text, "x").options);
+  Llama single(options), twice(options);
+  randomize(*single);
+  randomize(*twice);
+  const golden::PeerRun peer = peer_of(text, distinct(*single, false));
+  const Result ours = run_ours(twice, at::kDouble);
+  const double bound = kSpread * apart(run_ours(single, at::kFloat), ours);
+  EXPECT_LT(bound, 1e-3) << text;
+  try {
+    EXPECT_LT(distance_of_peer(peer, ours), bound) << text;
+  } catch (const std::exception& error) {
+    ADD_FAILURE() << "the library reads what the package does not: " << error.what() << text;
+  }
+}
+
+bool is_refused(const std::string& text) {
+  try {
+    checkpoint::parse_hugging_face_config(text, "x");
+  } catch (const Error&) {
+    return true;
+  }
+  return false;
+}
+
 // As the family's config says it, and as it is read again.
 void expect_same_when_read(const std::string& family, const LlamaOptions& options) {
   const std::string text = checkpoint::hugging_face_config({family, options, 32});
@@ -289,6 +315,96 @@ TEST(Transformers, llamas_with_latent_attention_are_deepseek_v3) {
     expect_same_model("deepseek_v3", options, "rope_scaling", other);
     expect_same_when_read("deepseek_v3", options);
   }
+}
+
+// Each key that is read, and those that the library does not write.
+TEST(Transformers, a_null_is_refused_or_means_what_it_means_in_the_package) {
+  using nlohmann::json;
+  std::map<std::string, LlamaOptions> models = {{"llama", small_llama(2, false)},   {"mistral", small_llama(2, false)},
+                                                {"qwen2", small_llama(2, false)},   {"qwen3", small_llama(2, false)},
+                                                {"mixtral", with_experts(5, 2)},    {"qwen3_moe", with_experts(12, 3)},
+                                                {"dots1", with_router_biases(true)}, {"glm4_moe", with_router_biases(true)},
+                                                {"deepseek_v3", with_router_biases(true)}};
+  for (auto& [family, options] : models) {
+    options.qk_norm = family.starts_with("qwen3") || family == "dots1";
+    options.qkv_bias = family == "qwen2";
+    if (family == "deepseek_v3") options.kv_heads = 6, options.kv_rank = 5, options.head_size = 10, options.rotary_size = 6;
+    if (family == "mistral" || family == "dots1") options.window = 3;
+    json config = json::parse(checkpoint::hugging_face_config({family, options, 32}));
+    for (const char* key : {"head_dim", "qk_head_dim", "partial_rotary_factor", "rope_scaling", "rope_parameters",
+                            "layer_types", "num_experts", "num_local_experts", "scoring_func", "topk_method", "moe_layer_freq",
+                            "is_causal", "attention_bias", "mlp_bias", "use_sliding_window", "sliding_window",
+                            "router_jitter_noise", "num_mtp_layers"})
+      if (!config.contains(key)) config[key] = nullptr;
+    int64_t taken = 0;
+    for (const auto& [key, value] : config.items()) {
+      json changed = json::parse(checkpoint::hugging_face_config({family, options, 32}));
+      changed[key] = nullptr;
+      if (key == "attention_dropout" || key == "num_mtp_layers" || is_refused(changed.dump())) continue;
+      expect_same_reading(changed.dump());
+      ++taken;
+    }
+    EXPECT_GT(taken, 3) << family;
+  }
+}
+
+// The words and kinds of values of the files of their authors; sizes are others.
+TEST(Transformers, the_configs_of_known_models_with_experts_are_read_as_the_package_reads_them) {
+  using nlohmann::json;
+  const json sizes = {{"hidden_size", 24}, {"intermediate_size", 10},  {"moe_intermediate_size", 7}, {"num_attention_heads", 6},
+                      {"vocab_size", 13},  {"num_hidden_layers", 2}, {"num_key_value_heads", 6}};
+  const std::string deepseek = R"("architectures": ["DeepseekV3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+      "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "aux_loss_alpha": 0.001, "ep_size": 1,
+      "first_k_dense_replace": 1, "hidden_act": "silu", "initializer_range": 0.02, "kv_lora_rank": 5,
+      "model_type": "deepseek_v3", "moe_layer_freq": 1, "n_routed_experts": 12, "n_shared_experts": 1, "norm_topk_prob": true,
+      "num_experts_per_tok": 3, "pretraining_tp": 1, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "scoring_func": "sigmoid",
+      "seq_aux": true, "tie_word_embeddings": false, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
+      "transformers_version": "4.33.1", "use_cache": true, "v_head_dim": 6, )";
+  const std::string yarn = R"("rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0,
+      "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"}, )";
+  const auto config = [&](const std::string& text) {
+    json values = sizes;
+    values.update(json::parse("{" + text + "}"));
+    return values.dump();
+  };
+  const std::string v3 = deepseek + yarn + R"("q_lora_rank": 7, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 1,
+      "max_position_embeddings": 163840, "rms_norm_eps": 1e-06, "rope_theta": 10000, "routed_scaling_factor": 2.5)";
+  expect_same_reading(config(v3));
+  expect_error(
+      [&] {
+        checkpoint::parse_hugging_face_config(config(v3 + R"(, "quantization_config": {"quant_method": "fp8"})"), "x");
+      },
+      {"quantization_config"});
+  // Moonlight, and dots.llm1, whose scores are called as its method of choice is.
+  expect_same_reading(config(deepseek + R"("q_lora_rank": null, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0,
+      "max_position_embeddings": 8192, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 50000.0,
+      "routed_scaling_factor": 2.446)"));
+  expect_same_reading(config(R"("architectures": ["Dots1ForCausalLM"], "model_type": "dots1", "attention_bias": false,
+      "attention_dropout": 0.0, "first_k_dense_replace": 1, "hidden_act": "silu", "max_position_embeddings": 32768,
+      "max_window_layers": 62, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 12, "n_shared_experts": 2,
+      "norm_topk_prob": true, "num_experts_per_tok": 3, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": null,
+      "rope_theta": 10000000, "routed_scaling_factor": 2.5, "scoring_func": "noaux_tc", "sliding_window": null, "topk_group": 1,
+      "topk_method": "noaux_tc", "use_sliding_window": false, "use_cache": true)"));
+  for (const char* normed : {"true", "false"})  // GLM-4.5 and GLM-4.5-Air
+    expect_same_reading(config(R"("architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "attention_bias": true,
+        "eos_token_id": [1, 2], "head_dim": 8, "hidden_act": "silu", "partial_rotary_factor": 0.5, "norm_topk_prob": true,
+        "max_position_embeddings": 131072, "num_key_value_heads": 2, "n_group": 1, "topk_group": 1, "n_routed_experts": 12,
+        "n_shared_experts": 1, "routed_scaling_factor": 2.5, "num_experts_per_tok": 3, "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 1000000, "use_qk_norm": )" +
+                               std::string(normed)));
+  json values = json::parse(config(R"("architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_act": "silu",
+      "max_position_embeddings": 32768, "num_experts_per_tok": 2, "num_key_value_heads": 2, "num_local_experts": 5,
+      "output_router_logits": false, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
+      "sliding_window": null, "tie_word_embeddings": false, "transformers_version": "4.36.0.dev0")"));
+  values.erase("moe_intermediate_size");
+  expect_same_reading(values.dump());
+  expect_same_reading(config(R"("architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": false,
+      "decoder_sparse_step": 1, "head_dim": 8, "hidden_act": "silu", "max_position_embeddings": 40960, "max_window_layers": 48,
+      "mlp_only_layers": [], "norm_topk_prob": true, "num_experts": 12, "num_experts_per_tok": 3, "num_key_value_heads": 2,
+      "output_router_logits": false, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000.0,
+      "router_aux_loss_coef": 0.001, "sliding_window": null, "use_cache": true, "use_sliding_window": false)"));
+  expect_error([&] { checkpoint::parse_hugging_face_config(config(R"("model_type": "kimi_k2")"), "x"); },
+               {"model_type is 'kimi_k2'"});
 }
 
 // Each has one number that is not allowed.

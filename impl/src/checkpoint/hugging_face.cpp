@@ -3,6 +3,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <set>
 
 #include "checkpoint/format/cause.h"
@@ -10,6 +11,7 @@
 #include "checkpoint/hugging_face_families.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/weight_names.h"
+#include "shardproof/checkpoint/weights.h"
 
 namespace shardproof::checkpoint {
 namespace {
@@ -38,10 +40,20 @@ constexpr std::string_view kFree =
     "transformers.js_config unsloth_fixed unsloth_version attn_implementation _attn_implementation "
     "_attn_implementation_autoset _attn_implementation_internal ";
 
+// Keys that mean by null what they mean when they are absent, in all families or in those named. By any other null the package
+// fails, or means something else.
+constexpr std::pair<std::string_view, std::string_view> kNulls[] = {
+    {"num_key_value_heads", " llama qwen2 qwen3 dots1 deepseek_v3 "},
+    {"head_dim", " llama mistral mixtral "},
+    {"partial_rotary_factor", " llama mistral mixtral qwen2 qwen3 qwen3_moe dots1 deepseek_v3 "},
+    {"", " n_inner sliding_window layer_types mlp_only_layers q_lora_rank rope_scaling rope_parameters beta_fast beta_slow "
+         "scoring_func topk_method moe_layer_freq num_nextn_predict_layers num_mtp_layers "}};
+
 // A config.json under its path, for messages. It notes what was asked for.
 class Config {
  public:
-  Config(std::string path, json values) : path_(std::move(path)), values_(std::move(values)) {}
+  Config(std::string path, json values, std::string family = "")
+      : path_(std::move(path)), family_(std::move(family)), values_(std::move(values)) {}
 
   void require(bool holds, const std::string& what) const { SHARD_REQUIRE(holds, "hugging_face", "{}: {}", path_, what); }
   // What nobody asked for must be off, since each release of the package may compute with further entries.
@@ -55,7 +67,18 @@ class Config {
                       key, value.dump(-1, ' ', false, json::error_handler_t::replace)));
   }
 
-  bool has(const char* key) const { return names(key) && !values_.at(key).is_null(); }
+  bool has(const char* key) const {
+    if (!names(key)) return false;
+    const auto may_be_null = [&](const auto& item) {
+      const std::string word = item.first.empty() ? key : family_;
+      return (item.first.empty() || item.first == key) && item.second.find(" " + word + " ") != item.second.npos;
+    };
+    require(!values_.at(key).is_null() || std::ranges::any_of(kNulls, may_be_null),
+            fmt::format("{} is null, by which the package's {} fails, or means something else than by leaving it out. Give its "
+                        "value, or take it out of a copy of the file",
+                        key, family_));
+    return !values_.at(key).is_null();
+  }
   int64_t integer(const char* key) const {
     require(has(key), fmt::format("it has no {}", key));
     const json& value = values_.at(key);
@@ -67,8 +90,9 @@ class Config {
   int64_t count(const char* key, int64_t otherwise) const {
     return has(key) && values_.at(key) == 0 ? 0 : integer(key, otherwise);
   }
-  double number(const char* key, double otherwise) const {
-    if (!has(key)) return otherwise;
+  double number(const char* key, std::optional<double> otherwise = {}) const {
+    require(has(key) || otherwise, fmt::format("it has no {}", key));
+    if (!has(key)) return *otherwise;
     require(values_.at(key).is_number(), fmt::format("{} should be a number, and is {}", key, values_.at(key).dump()));
     return values_.at(key).get<double>();
   }
@@ -96,7 +120,7 @@ class Config {
             fmt::format("{} should be a list of whole numbers, and is {}", key, list.dump()));
     return list.get<std::vector<int64_t>>();
   }
-  Config inside(const char* key) const { return {path_ + ": " + key, values_.at(key)}; }
+  Config inside(const char* key) const { return {path_ + ": " + key, values_.at(key), family_}; }
   bool is_object() const { return values_.is_object(); }
   bool is_empty() const { return values_.empty(); }
   bool names(const char* key) const {
@@ -105,7 +129,7 @@ class Config {
   }
 
  private:
-  std::string path_;
+  std::string path_, family_;
   json values_;
   mutable std::set<std::string> asked_;
 };
@@ -136,7 +160,7 @@ GptOptions gpt_of(const Config& config) {
 
 // What the package multiplies cosines and sines by is then 1.
 RopeScaling yarn_of(const Config& rope) {
-  const double factor = rope.number("factor", 1), mscale = rope.number("mscale", 0), all = rope.number("mscale_all_dim", 0);
+  const double factor = rope.number("factor"), mscale = rope.number("mscale", 0), all = rope.number("mscale_all_dim", 0);
   rope.require(factor >= 1, fmt::format("factor is {}, and of yarn at least 1", factor));
   rope.require(mscale == all && all > 0, fmt::format("mscale {} and mscale_all_dim {} should be equal and above 0: else angles "
                                                      "have magnitudes, and a Llama's have none",
@@ -179,7 +203,7 @@ void read_rope(const Config& config, const std::string& family, double theta, Ll
     if (yarn) llama.rope_scaling = yarn_of(rope);
     llama.rope_theta = rope.number("rope_theta", llama.rope_theta);
     if (kind == "llama3")
-      llama.rope_scaling = {rope.number("factor", 1), rope.number("low_freq_factor", 1), rope.number("high_freq_factor", 4),
+      llama.rope_scaling = {rope.number("factor"), rope.number("low_freq_factor"), rope.number("high_freq_factor"),
                             rope.integer("original_max_position_embeddings")};
     rope.require_nothing_else("");
     break;  // the package takes the first, and so two are an error
@@ -292,9 +316,10 @@ void read_experts_with_biases(const Config& config, const std::string& family, L
   llama.shared_intermediate = said("n_shared_experts", 1) * llama.expert_intermediate;
   llama.dense_layers = std::min(llama.layers, config.count("first_k_dense_replace", dots ? 0 : deepseek ? 3 : 1));
   // What the files of the models' authors say, and the package takes for granted.
-  config.require(config.text("scoring_func", "sigmoid") == "sigmoid" && config.text("topk_method", "noaux_tc") == "noaux_tc",
+  const std::string score = config.text("scoring_func", "sigmoid");  // of dots.llm1 it is called as the method is
+  config.require((score == "sigmoid" || (dots && score == "noaux_tc")) && config.text("topk_method", "noaux_tc") == "noaux_tc",
                  fmt::format("scoring_func is '{}' and topk_method '{}', and those of a {} are sigmoid and noaux_tc",
-                             config.text("scoring_func", "sigmoid"), config.text("topk_method", "noaux_tc"), family));
+                             score, config.text("topk_method", "noaux_tc"), family));
   config.require(config.integer("moe_layer_freq", 1) == 1,
                  "moe_layer_freq is not 1, and every layer behind the dense ones has experts");
 }
@@ -307,7 +332,11 @@ void read_latents(const Config& config, LlamaOptions& llama) {
   llama.head_size = config.integer("qk_nope_head_dim", 128) + turning;
   llama.value_size = config.integer("v_head_dim", 128);
   llama.rope_interleaved = config.flag("rope_interleave", true);
-  for (const char* follows : {"head_dim", "qk_head_dim"}) config.names(follows);  // which the package finds by itself
+  config.names("qk_head_dim");  // which the package finds by itself
+  config.require(config.integer("head_dim", turning) == turning,
+                 fmt::format("head_dim is {}, by which a deepseek_v3 turns so many features, and qk_rope_head_dim is {}. They "
+                             "should be equal, or head_dim left out",
+                             config.integer("head_dim", turning), turning));
   config.require(turning % 2 == 0 && llama.head_size % 2 == 0 && llama.value_size <= llama.head_size,
                  fmt::format("qk_rope_head_dim {} and its sum with qk_nope_head_dim, {}, should be even, and v_head_dim {} at "
                              "most that sum",
@@ -367,10 +396,21 @@ HuggingFaceModel read_hugging_face_config(const std::string& path, FileSystem& f
   return model;
 }
 
-HuggingFaceModel parse_hugging_face_config(const std::string& text, const std::string& path) {
-  const Config config(path, parse_json(text, path));
+int64_t draft_layers(const std::string& path, const std::string& family, FileSystem& files) {
+  const std::string folder = is_folder(files, path) ? path : std::filesystem::path(path).parent_path().string();
+  const std::string file = folder + (folder.empty() ? "" : "/") + "config.json";
+  if (!has_drafts(family) || !exists(files, file)) return 0;
+  const Config config(file, parse_json(read_file(files, file, kModelConfigBytesMax), file));
   config.require(config.is_object(), "it is no config.json of a model");
-  HuggingFaceModel model{.family = config.text("model_type", ""), .options = {}, .source = text};
+  return config.count(config.names("num_nextn_predict_layers") ? "num_nextn_predict_layers" : "num_mtp_layers", 0);
+}
+
+HuggingFaceModel parse_hugging_face_config(const std::string& text, const std::string& path) {
+  const json values = parse_json(text, path);
+  const Config any(path, values);
+  any.require(any.is_object(), "it is no config.json of a model");
+  HuggingFaceModel model{.family = any.text("model_type", ""), .options = {}, .source = text};
+  const Config config(path, values, model.family);
   const auto& known = weight_families();
   config.require(std::find(known.begin(), known.end(), model.family) != known.end(),
                  fmt::format("its model_type is '{}'; known are {}", model.family, fmt::join(known, ", ")));

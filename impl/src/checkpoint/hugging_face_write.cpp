@@ -33,11 +33,12 @@ json config_of_gpt(const GptOptions& gpt) {
 json config_of_experts_with_biases(const std::string& family, const LlamaOptions& llama) {
   const RouterOptions& router = llama.router;
   SHARD_REQUIRE(
-      router.score == RouterScore::sigmoid && router.capacity == 0 && router.experts / router.groups >= 2 &&
-          llama.shared_intermediate > 0 && llama.shared_intermediate % llama.expert_intermediate == 0,
+      router.score == RouterScore::sigmoid && (router.bias || router.bias_rate > 0) && router.capacity == 0 &&
+          router.experts / router.groups >= 2 && llama.shared_intermediate > 0 &&
+          llama.shared_intermediate % llama.expert_intermediate == 0,
       "hugging_face",
-      "a {} has no such model: its experts are chosen by sigmoid without a capacity, out of groups of two or more, and "
-      "a shared MLP is as wide as some of them together",
+      "a {} has no such model: its experts are chosen by sigmoid and a bias without a capacity, out of groups of two or more, "
+      "and a shared MLP is as wide as some of them together",
       family);
   return {{"n_routed_experts", router.experts},
           {"num_experts_per_tok", router.experts_per_token},
@@ -184,6 +185,7 @@ json changed_source(const HuggingFaceModel& model, const json& now) {
   if (differs("num_experts") || differs("num_local_experts"))
     for (const char* word : {"num_experts", "num_local_experts"}) source.erase(word);
   if (differs("n_routed_experts")) source.erase("num_local_experts");
+  if (differs("qk_rope_head_dim")) source.erase("head_dim");
   if (differs("sliding_window") || differs("max_window_layers") || differs("num_hidden_layers")) {
     source.erase("layer_types");
     if (now.contains("max_window_layers")) source["max_window_layers"] = now.at("max_window_layers");
@@ -204,6 +206,9 @@ std::string hugging_face_config(const HuggingFaceModel& model, Dtype dtype) {
   else
     config = changed_source(model, config);
   config["model_type"] = model.family;
+  // The library's models draft no tokens, and what does not say so is taken to have a layer that does.
+  for (const char* word : {"num_mtp_layers", "num_nextn_predict_layers"}) config.erase(word);
+  if (has_drafts(model.family)) config["num_nextn_predict_layers"] = 0;
   if (config.contains("dtype")) config.erase("torch_dtype");
   config[config.contains("dtype") ? "dtype" : "torch_dtype"] = dtype_info(dtype).name;
   return config.dump(2) + "\n";

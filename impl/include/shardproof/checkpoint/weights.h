@@ -33,6 +33,10 @@ struct LoadWeightsOptions {
   FileSystem* files = &system_files();
 };
 
+// How many layers behind the model's own draft further tokens, and are left out: as many as the config.json beside the weights
+// says by num_nextn_predict_layers; 0 where none does, and in families whose models have none.
+int64_t draft_layers(const std::string& path, const std::string& family, FileSystem& files = system_files());
+
 struct LoadedWeights {
   std::vector<std::string> missing;  // parameters that the file lacks: adapters, and others if loading is partial
   std::vector<std::string> unused;   // tensors that have no place in the model

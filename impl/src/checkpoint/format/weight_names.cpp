@@ -3,6 +3,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <charconv>
 
 #include "shardproof/base/check.h"
 
@@ -257,21 +258,29 @@ std::map<std::string, WeightRecipe> file_recipes(const std::string& family, cons
 
 namespace {
 
-// "model.layers.7." of what lies in such a layer; "": it lies in none.
-std::string layer_of(const std::string& name) {
+// The number in "model.layers.7.x"; nothing: it lies in no layer.
+std::optional<int64_t> layer_of(const std::string& name) {
   const std::string layers = "model.layers.";
-  const size_t end = name.find('.', layers.size());
-  return name.starts_with(layers) && end != name.npos ? name.substr(0, end + 1) : "";
+  int64_t layer = 0;
+  if (!name.starts_with(layers)) return std::nullopt;
+  const auto [end, error] = std::from_chars(name.data() + layers.size(), name.data() + name.size(), layer);
+  return error == std::errc() && *end == '.' ? std::optional(layer) : std::nullopt;
 }
 
 }  // namespace
 
-bool is_no_weight(const std::string& family, const std::string& stored, const WeightShapes& parameters) {
-  const bool drafts = family == "glm4_moe" || family == "deepseek_v3";
-  if (const std::string layer = layer_of(stored); drafts && !layer.empty() && !parameters.empty()) {
-    const auto first = parameters.lower_bound(layer);
-    if (first == parameters.end() || !first->first.starts_with(layer)) return true;
-  }
+bool has_drafts(const std::string& family) {
+  return family == "glm4_moe" || family == "deepseek_v3";
+}
+
+bool is_no_weight(const std::string& family, const std::string& stored, const WeightShapes& parameters, int64_t drafts) {
+  const auto has = [&](int64_t layer) {
+    const std::string name = fmt::format("model.layers.{}.", layer);
+    const auto first = parameters.lower_bound(name);
+    return first != parameters.end() && first->first.starts_with(name);
+  };
+  if (const auto layer = layer_of(parameter_of(family, stored)); drafts > 0 && layer)
+    if (!has(*layer) && has(std::max<int64_t>(0, *layer - drafts))) return true;
   if (family == "gpt2") return stored.ends_with(".attn.bias") || stored.ends_with(".attn.masked_bias");
   return stored.ends_with(".rotary_emb.inv_freq");
 }

@@ -56,8 +56,10 @@ std::map<std::string, WeightRecipe> file_recipes(const std::string& family, cons
 bool is_router_bias(const std::string& name);
 // Of a file whose model is not known: each tensor that is a parameter, as it is. Throws Error when that would be an expert.
 std::map<std::string, WeightRecipe> renamed_parameters(const std::string& family, const WeightShapes& stored);
-// Whether a tensor of a file is no parameter: the masks of old GPT-2 files, frequencies of rotary positions, and those layers
-// behind the model's own which glm4_moe and deepseek_v3 have for drafts of further tokens, and the package leaves out as well.
-bool is_no_weight(const std::string& family, const std::string& stored, const WeightShapes& parameters);
+// Whether files of the family may have layers behind the model's own that draft further tokens.
+bool has_drafts(const std::string& family);
+// Whether a tensor of a file is no parameter: the masks of old GPT-2 files, frequencies of rotary positions, and the `drafts`
+// layers behind the model's own that draft further tokens.
+bool is_no_weight(const std::string& family, const std::string& stored, const WeightShapes& parameters, int64_t drafts = 0);
 
 }  // namespace shardproof::checkpoint
