@@ -8,6 +8,7 @@ of the model that was saved.
 import sys
 
 import torch
+import torch._dynamo  # which optimizers import when they are first called
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn

@@ -1,25 +1,23 @@
-"""Checkpoints of real PyTorch through `shardproof checkpoint`, and ours through real PyTorch."""
+"""Checkpoints of real PyTorch through `shardproof checkpoint`, and ours through real PyTorch.
+
+PyTorch is imported only where a test needs it, for that takes longer than the tests that do without it.
+"""
 import json
 import os
 import pickle
 import struct
 import subprocess
-import sys
 import unittest
-
-import numpy
-import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from peer_ranks import run_ranks
 from scratch import ScratchCase
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 COMMAND = os.path.join(os.environ["SHARDPROOF_BUILD"], "shardproof")
 DRIVER = os.path.join(os.environ["SHARDPROOF_BUILD"], "checkpoint_driver")
 
 
 def ranks(world, *arguments):
+    import checkpoint_peers  # noqa: F401, the ranks are forks, and find here what it imports
     run_ranks("checkpoint_peers.py", world, arguments)
 
 
@@ -84,6 +82,7 @@ class Checkpoint(ScratchCase):
     def test_pickles_of_both_protocols_are_what_python_reads(self):
         numbers = [(1 << power) + near for power in range(64) for near in (-1, 0, 1)]
         numbers = [number - (1 << 64) if number >= 1 << 63 else number for number in numbers]
+        import torch
         expected = {"numbers": numbers + [0.0, -0.5, 1e300, 5e-324],
                     "texts": tuple("x" * (i % 300) + "\u00e4" for i in range(600)),
                     "nested": [None, True, False, bytes(range(256)), [], {}, *(tuple(range(i)) for i in range(6)),
@@ -97,14 +96,15 @@ class Checkpoint(ScratchCase):
             self.assertEqual(type(got["nested"][12]), torch.Size)
 
     def test_our_folder_is_what_dcp_to_torch_save_reads_and_our_file_what_torch_load_does(self):
+        import checkpoint_peers
+        import torch
+        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
         theirs, ours = self.path("theirs"), self.path("ours")
         ranks(1, "save", "plain", theirs)
         shardproof("convert", theirs, ours)
         shardproof("convert", theirs, self.path("full.pt"), "--to", "torch")
         for folder in (theirs, ours):
             dcp_to_torch_save(folder, folder + ".pt")
-        sys.path.insert(0, HERE)
-        import checkpoint_peers
         expected = dict(checkpoint_peers.flat(torch.load(theirs + ".pt", weights_only=False)))
         for name, safe in (("ours.pt", False), ("full.pt", True)):
             got = dict(checkpoint_peers.flat(torch.load(self.path(name), weights_only=safe)))
@@ -113,6 +113,7 @@ class Checkpoint(ScratchCase):
                 self.assertTrue(checkpoint_peers.same(value, got[key]), (name, key, value, got[key]))
 
     def test_every_tensor_entry_is_what_torch_load_reads_with_weights_only(self):
+        import torch
         theirs, ours, listing = self.path("theirs"), self.path("ours"), self.path("list.json")
         ranks(1, "save", "plain", theirs)
         shardproof("convert", theirs, ours)
@@ -133,6 +134,8 @@ class Checkpoint(ScratchCase):
                 self.assertEqual(str(loaded.dtype), "torch." + tensor["dtype"])
 
     def test_safetensors_are_laid_out_as_the_format_says(self):
+        import numpy
+        import torch
         theirs, one, many, back = (self.path(n) for n in ("theirs", "one", "many", "back"))
         ranks(2, "save", "fsdp2", theirs)
         shardproof("convert", theirs, one, "--to", "safetensors")
@@ -157,6 +160,7 @@ class Checkpoint(ScratchCase):
             self.assertGreater(len(set(json.load(file)["weight_map"].values())), 2)
 
     def test_a_flipped_bit_that_pytorch_loads_silently_is_found(self):
+        import torch
         theirs = self.path("theirs")
         ranks(1, "save", "plain", theirs)
         listing = self.path("list.json")
@@ -192,6 +196,7 @@ class Checkpoint(ScratchCase):
         self.assertIn("is missing", shardproof("verify", two, code=1))
 
     def test_a_tensor_of_one_element_that_claims_more_bytes_than_can_be_counted_is_refused(self):
+        import torch
         file = self.path("many.pt")
         for dtype, elements in ((torch.float32, 2**62), (torch.float64, 2**61 + 3), (torch.complex128, 2**60)):
             torch.save({"w": torch.zeros(1, dtype=dtype).expand(elements)}, file)

@@ -10,6 +10,7 @@ import math
 import sys
 
 import torch
+import torch._dynamo  # which optimizers import when they are first called
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn

@@ -6,6 +6,7 @@ import unittest
 
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import checkpoint_training_peers  # noqa: F401, the ranks are forks, and find here what it imports
 from peer_ranks import run_ranks
 from scratch import ScratchCase
 

@@ -4,32 +4,38 @@ Rank 0 serves the store at a port that the system gives it and tells the others 
 taken by the next test. Ranks leave when all have come to the end by the store's word: a rank that closes its connections while
 a neighbour is still in a collective makes that neighbour fail.
 """
+import ctypes
+import multiprocessing
 import os
 import pathlib
-import subprocess
+import random
+import runpy
+import signal
 import sys
 import tempfile
 import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+fork = multiprocessing.get_context("fork")
 
 
-def run_ranks(script, world, arguments):
-    """The standard output of every rank; AssertionError with what all said when one failed, which ends the others."""
+def run_ranks(script, world, arguments, fresh=False):
+    """The standard output of every rank; AssertionError with what all said when one failed, which ends the others.
+
+    Ranks are forks of this process, and find what it has imported: imports take longer than most scripts. Those of `fresh`
+    are interpreters of their own, whose sets have other orders, as a user's ranks are.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        started = []
-        for rank in range(world):
-            env = dict(os.environ, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank),
-                       PEER_PORT=os.path.join(folder, "port"), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-            with open(os.path.join(folder, f"out{rank}"), "w") as out, open(os.path.join(folder, f"err{rank}"), "w") as err:
-                started.append(subprocess.Popen([sys.executable, os.path.join(HERE, script), *arguments], env=env, stdout=out,
-                                                stderr=err))
-        while any(process.poll() is None for process in started) and not any(process.poll() for process in started):
+        ranks = [fork.Process(target=be_rank, args=(os.path.join(HERE, script), rank, world, arguments, folder, fresh))
+                 for rank in range(world)]
+        for rank in ranks:
+            rank.start()
+        while any(rank.exitcode is None for rank in ranks) and not any(rank.exitcode for rank in ranks):
             time.sleep(0.02)
-        codes = [process.poll() for process in started]
-        for process in started:
-            process.kill()
-            process.wait()
+        codes = [rank.exitcode for rank in ranks]
+        for rank in ranks:
+            rank.kill()
+            rank.join()
         outputs, errors = ([pathlib.Path(folder, f"{kind}{rank}").read_text() for rank in range(world)]
                            for kind in ("out", "err"))
     if any(codes):
@@ -37,6 +43,25 @@ def run_ranks(script, world, arguments):
                          for rank in range(world))
         raise AssertionError(f"{arguments} on {world} ranks failed:\n{said}")
     return outputs
+
+
+def be_rank(script, rank, world, arguments, folder, fresh):
+    """What `python script arguments` does, in this process."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # a rank ends with its parent
+    for number, kind in ((1, "out"), (2, "err")):
+        with open(os.path.join(folder, f"{kind}{rank}"), "w") as file:
+            os.dup2(file.fileno(), number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), PEER_PORT=os.path.join(folder, "port"),
+                      OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    if fresh:
+        os.execv(sys.executable, [sys.executable, script, *arguments])
+    import torch
+    torch.set_num_threads(1)  # as the variable says; and a fork's pool of threads is mended before two threads do it at once
+    random.seed()
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(script))
+    runpy.run_path(script, run_name="__main__")
 
 
 def until(condition):

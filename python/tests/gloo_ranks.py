@@ -10,7 +10,10 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [HERE, os.path.join(HERE, os.pardir, os.pardir, "ci", "tests")]
 
 import torch  # noqa: E402
+import torch._dynamo  # noqa: E402, F401, which hooks and optimizers import when they are first called
 import torch.distributed as dist  # noqa: E402
+import torch.distributed.checkpoint.state_dict  # noqa: E402, F401
+import torch.distributed.fsdp  # noqa: E402, F401
 
 import disagreeing  # noqa: E402
 import peer_ranks  # noqa: E402

@@ -8,7 +8,7 @@ from several_programs import run_programs
 
 pytest.importorskip("accelerate")
 
-MODULES = ["accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama"]
+MODULES = ["accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama", "torch._dynamo"]
 PLUGIN, TRAINER = "accelerate_program.py", "trainer_program.py"
 PRECISIONS = {"bf16": "again,whole", "no": "ram,tied"}
 

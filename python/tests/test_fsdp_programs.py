@@ -1,20 +1,15 @@
 """Programs of FSDP2's users (fsdp_training.py, fsdp_models.py) compute the same with this library, in a process group."""
 
 import inspect
-import os
-import sys
 
+import fsdp_models
+import fsdp_training
+import gloo_ranks
 import pytest
+from peer_ranks import run_ranks
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.join(HERE, os.pardir, os.pardir, "ci", "tests"))
-
-import fsdp_models  # noqa: E402
-import fsdp_training  # noqa: E402
-import shardproof.check as check  # noqa: E402
-from peer_ranks import run_ranks  # noqa: E402
-from shardproof.check.engines import ENGINES  # noqa: E402
-
+import shardproof.check as check
+from shardproof.check.engines import ENGINES
 
 PROGRAMS = [
     name
@@ -30,7 +25,7 @@ ON_TWO = ["compiled_blocks", "blocks_that_are_compiled_after_wrapping", "tensor_
 @pytest.mark.parametrize("ranks, names", [(2, ON_TWO), (3, [name for name in PROGRAMS if name not in ON_TWO[:2]])])
 def test_programs_of_fsdp2_compute_the_same_after_a_change_of_the_import(ranks, names):
     assert set(names) <= set(PROGRAMS)
-    run_ranks(os.path.join(HERE, "gloo_ranks.py"), ranks, ["programs", *names])
+    run_ranks(gloo_ranks.__file__, ranks, ["programs", *names])
 
 
 def test_drawn_models_histories_and_checkpoints_hold():

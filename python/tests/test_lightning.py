@@ -1,26 +1,33 @@
 """A program for Lightning's ModelParallelStrategy trains the same with this library. Each loads what the other has saved."""
 
-import json
-import os
-import sys
-
 import pytest
-
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.join(HERE, os.pardir, os.pardir, "ci", "tests"))
+from several_programs import run_programs
 
 pytest.importorskip("lightning")
-from peer_ranks import run_ranks  # noqa: E402
+
+PROGRAM = "lightning_program.py"
+MODULES = ["lightning.pytorch.strategies", "transformers.models.llama.modeling_llama", "torch._dynamo"]
 
 
-@pytest.mark.parametrize("precision, first, second", [("fp32", "theirs", "ours"), ("bf16", "ours", "theirs")])
-def test_lightnings_model_parallel_strategy_trains_the_same_and_resumes_from_what_the_other_saved(
-    precision, first, second, tmp_path
-):
-    def run(whose, folder, loaded=""):
-        said = run_ranks(os.path.join(HERE, "lightning_program.py"), 2, [whose, precision, str(folder), str(loaded)])[0]
-        return json.loads(said.splitlines()[-1])
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """Of each precision: what the library says that begins, and what the other one says that goes on from its checkpoint."""
+    folder = tmp_path_factory.mktemp("checkpoints")
 
-    expected = run(first, tmp_path / "first")
-    assert len(expected) == 24
-    assert run(second, tmp_path / "second", tmp_path / "first") == expected
+    def first(precision):
+        return [PROGRAM, precision, folder / precision, ""]
+
+    def second(precision):
+        return [PROGRAM, precision, folder / f"{precision}-more", folder / precision]
+
+    (fp32,) = run_programs("theirs", MODULES, first("fp32"))
+    fp32_more, bf16 = run_programs("ours", MODULES, second("fp32"), first("bf16"))
+    (bf16_more,) = run_programs("theirs", MODULES, second("bf16"))
+    return {"fp32": (fp32, fp32_more), "bf16": (bf16, bf16_more)}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_lightnings_model_parallel_strategy_trains_the_same_and_resumes_from_what_the_other_saved(precision, said):
+    first, second = said[precision]
+    assert len(first) == 24
+    assert second == first

@@ -3,7 +3,8 @@
 import pytest
 from several_programs import run_programs
 
-PROGRAM, MODULES = "nanogpt_program.py", ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"]
+PROGRAM = "nanogpt_program.py"
+MODULES = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"]
 
 
 @pytest.fixture(scope="module")

@@ -6,18 +6,16 @@ import subprocess
 import sys
 import types
 
+import gloo_ranks
 import pytest
 import torch
+from peer_ranks import run_ranks
 
 import shardproof
 from shardproof.ranks import mesh_text
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.join(HERE, os.pardir, os.pardir, "ci", "tests"))
-
-from peer_ranks import run_ranks  # noqa: E402
-
-SCRIPT = os.path.join(HERE, "gloo_ranks.py")
+SCRIPT = gloo_ranks.__file__
 
 
 def test_training_in_a_process_group_has_the_bits_of_plain_pytorch():
@@ -77,7 +75,7 @@ def test_a_group_that_cannot_serve_is_refused_with_what_to_do():
 
 
 def test_fsdp2_opens_our_checkpoints_and_we_open_those_of_fsdp2(tmp_path):
-    run_ranks(SCRIPT, 2, ["checkpoint", str(tmp_path)])
+    run_ranks(SCRIPT, 2, ["checkpoint", str(tmp_path)], fresh=True)
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun")

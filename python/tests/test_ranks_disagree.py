@@ -7,17 +7,16 @@ import subprocess
 import sys
 
 import disagreeing
+import gloo_ranks
 import pytest
 import torch
 from models import Block, Net, batch, loss_of
+from peer_ranks import run_ranks
 from torch import nn
 
 import shardproof
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.join(HERE, os.pardir, os.pardir, "ci", "tests"))
-
-from peer_ranks import run_ranks  # noqa: E402
 
 
 @pytest.mark.parametrize("name", disagreeing.CASES)
@@ -80,12 +79,12 @@ OVER_PROCESSES = ["strategy", "order", "microbatches", "later microbatches", "fr
 
 @pytest.mark.parametrize("name", OVER_PROCESSES)
 def test_ranks_of_a_process_group_are_told_who_has_what(name):
-    run_ranks(os.path.join(HERE, "gloo_ranks.py"), 2, ["disagree", name])
+    run_ranks(gloo_ranks.__file__, 2, ["disagree", name])
 
 
 @pytest.mark.parametrize("name", disagreeing.APART)
 def test_ranks_of_a_process_group_that_run_forwards_alone_are_told_and_end(name):
-    said = run_ranks(os.path.join(HERE, "gloo_ranks.py"), 2, ["apart", name])
+    said = run_ranks(gloo_ranks.__file__, 2, ["apart", name])
     assert any("has gathered units" in text and "also to evaluate, or where a batch is left out" in text for text in said), said
 
 
