@@ -169,13 +169,11 @@ std::string CheckpointSource::read_part(const WeightPart& part) {
 }
 
 std::string CheckpointSource::read_stored(const std::string& name, const Box& box) {
-  Shape sizes, strides(box.size());
+  Shape sizes;
   for (const auto& interval : box) sizes.push_back(interval.size());
-  int64_t stride = 1;
-  for (size_t d = box.size(); d-- > 0; stride *= sizes[d]) strides[d] = stride;
   std::string bytes(shardproof::checkpoint::bytes_of(stored_.at(name).dtype, sizes, path_ + ": " + name), '\0');
   if (reader_)
-    reader_->read(name, box, bytes.data(), strides);
+    reader_->read(name, box, at::from_blob(bytes.data(), sizes, stored_.at(name).dtype));
   else
     weight_reader_.read(weights_.at(name), box, bytes.data());
   return bytes;

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "harness/case/network.h"
+#include "harness/case/parallel.h"
 #include "harness/commands/choices.h"
 #include "harness/commands/commands.h"
 #include "harness/commands/json_lines.h"
@@ -102,6 +103,7 @@ void run(Arguments& a) {
   DryRun& dry = a.run;
   dry.what.model = chosen_model(a.model);
   validate(dry.what.model);
+  require_rounds(dry.what.model, dry.rounds, "plan", "leave out --rounds");
   dry.what.mesh = chosen_mesh(a.mesh);
   dry.what.strategy = chosen_strategy(a.strategy).name;
   dry.what.options.sequence_parallel = a.sequence_parallel;

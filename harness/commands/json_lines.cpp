@@ -20,6 +20,22 @@ nlohmann::json in_utf8(nlohmann::json value) {
 
 std::string in_ascii(const nlohmann::json& object) { return in_utf8(object).dump(-1, ' ', /*ensure_ascii=*/true); }
 
+void read_json_lines(const std::string& path, const std::string& option, const std::string& writer,
+                     const std::function<void(const nlohmann::json& line)>& visit) {
+  std::ifstream file(path);
+  SHARD_REQUIRE(file.good(), "verify", "{}: cannot read {}; it is a file that {} has written", option, path, writer);
+  int64_t number = 0;
+  for (std::string text; std::getline(file, text);) {
+    ++number;
+    try {
+      visit(nlohmann::json::parse(text));
+    } catch (const nlohmann::json::exception& error) {
+      throw shardproof::Error(
+          fmt::format("[verify] {}: {}, line {}: no line of {}: {}", option, path, number, writer, error.what()));
+    }
+  }
+}
+
 JsonLines::JsonLines(const std::string& path) : path_(path) {
   if (path_.empty()) return;
   // Emptied, and then appended to: a crash adds lines of its own to what is there (crash_report.h).

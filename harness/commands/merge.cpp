@@ -3,10 +3,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <fstream>
 #include <set>
 
 #include "harness/commands/causes.h"
+#include "harness/commands/json_lines.h"
 #include "harness/commands/program.h"
 #include "harness/plan/xml.h"
 #include "shardproof/base/check.h"
@@ -45,10 +45,11 @@ std::string key_of(const nlohmann::json& line, const char* minimal) {
 // Whether two parts of a campaign have found one bug. Here no case is run, so the minimal cases have to have the same. What one
 // run told apart stays apart.
 bool has_cause_of(const MergedFailure& failure, const MergedFailure& known) {
-  if (failure.engine != known.engine || failure.kind != known.kind || failure.kind.empty()) return false;
+  const std::string kind = failure.text("kind");
+  if (failure.text("engine") != known.text("engine") || kind != known.text("kind") || kind.empty()) return false;
   if (failure.report == known.report) return false;
   try {
-    const Case c = Case::parse(failure.minimal), minimal = Case::parse(known.minimal);
+    const Case c = Case::parse(failure.text("case")), minimal = Case::parse(known.text("case"));
     return c.strategy == minimal.strategy && c.mode == minimal.mode && has_all_of(c, minimal) &&
            has_all_of(minimal, c);
   } catch (const shardproof::Error&) {
@@ -57,25 +58,19 @@ bool has_cause_of(const MergedFailure& failure, const MergedFailure& known) {
 }
 
 void add_failure(const nlohmann::json& line, MergedReports& merged) {
-  const std::string minimal = line.at("case"), key = key_of(line, "case");
+  const std::string key = key_of(line, "case");
   if (const auto cause = merged.cause_of.find(key); cause != merged.cause_of.end()) {
     MergedFailure& known = merged.minimal[cause->second];
     known.alike += known.report != merged.reports;  // a crash may be written twice into one report
     return;
   }
-  MergedFailure failure{.minimal = minimal,
-                        .what = line.at("what"),
-                        .where = line.value("where", ""),
-                        .first = line.value("first", ""),
-                        .replicas = line.value("replicas", ""),
-                        .guess = line.value("guess", ""),
-                        .original = line.value("original", ""),
-                        .engine = line.value("engine", ""),
-                        .replay = line.value("replay", fmt::format("{} replay '{}'", program_name(), minimal)),
-                        .kind = line.value("kind", ""),
-                        .cases = line.value("cases", int64_t{0}),
-                        .report = merged.reports,
-                        .picture = line.value("picture", nlohmann::json())};
+  MergedFailure failure{.line = line, .report = merged.reports};
+  failure.line.emplace("replay", fmt::format("{} replay '{}'", program_name(), failure.text("case")));
+  failure.line.emplace("cases", 0);
+  // These throw where it is no such line.
+  line.at("what").get<std::string>();
+  failure.line.at("cases").get<int64_t>();
+  for (const char* text : {"where", "first", "replicas", "guess", "original", "engine", "kind", "replay"}) failure.text(text);
   const auto known = std::ranges::find_if(merged.minimal, [&](const auto& other) { return has_cause_of(failure, other); });
   merged.cause_of[key] = static_cast<size_t>(known - merged.minimal.begin());
   if (known != merged.minimal.end())
@@ -90,21 +85,11 @@ void add_alike(const nlohmann::json& line, MergedReports& merged) {
 }
 
 void add_report(const std::string& path, const std::function<void(const nlohmann::json&)>& also, MergedReports& merged) {
-  std::ifstream file(path);
-  SHARD_REQUIRE(file.good(), "verify", "--merge: cannot read {}", path);
   const int64_t before = merged.reports;
-  int64_t number = 0;
-  for (std::string text; std::getline(file, text);) {
-    ++number;
-    try {
-      const nlohmann::json line = nlohmann::json::parse(text);
-      add_line(line, merged);
-      if (also) also(line);
-    } catch (const nlohmann::json::exception& error) {
-      throw shardproof::Error(
-          fmt::format("[verify] --merge: {}, line {}: no line of verify --json: {}", path, number, error.what()));
-    }
-  }
+  read_json_lines(path, "--merge", "verify --json", [&](const nlohmann::json& line) {
+    add_line(line, merged);
+    if (also) also(line);
+  });
   SHARD_REQUIRE(merged.reports > before, "verify",
                 "--merge: {} has no summary, so its run did not end; leave it out or run it again", path);
   for (auto part = merged.parts.begin() + before; part != merged.parts.end(); ++part) part->path = path;
@@ -165,12 +150,10 @@ std::string describe(const MergedReports& merged, bool everything) {
   if (merged.oracle_differences > 0)
     text += fmt::format("golden run against PyTorch in Python: {} differences\n", merged.oracle_differences);
   for (const MergedFailure& failure : merged.minimal) {
-    text += fmt::format("\nFAILURE: {}\n", shardproof::escaped_lines(failure.what));
-    if (!failure.where.empty()) text += fmt::format("  where    {}\n", escaped(failure.where));
-    if (!failure.first.empty()) text += fmt::format("  first    {}\n", escaped(failure.first));
-    if (!failure.replicas.empty()) text += fmt::format("  replicas {}\n", escaped(failure.replicas));
-    if (!failure.guess.empty()) text += fmt::format("  guess    {}\n", escaped(failure.guess));
-    text += fmt::format("  minimal  {}\n  replay   {}\n", escaped(failure.minimal), escaped(failure.replay));
+    text += fmt::format("\nFAILURE: {}\n", shardproof::escaped_lines(failure.text("what")));
+    for (const char* part : {"where", "first", "replicas", "guess"})
+      if (!failure.text(part).empty()) text += fmt::format("  {:<8} {}\n", part, escaped(failure.text(part)));
+    text += fmt::format("  minimal  {}\n  replay   {}\n", escaped(failure.text("case")), escaped(failure.text("replay")));
     if (failure.alike > 0) text += fmt::format("  alike    {}\n", alike_in_words(failure.alike));
   }
   return text + fmt::format("\n{}{}: {} of {} cases held, in {} report{}\n", merged.interrupted ? "INTERRUPTED, so far " : "",
@@ -191,16 +174,13 @@ std::string junit(const MergedReports& merged) {
   text += "</testcase>\n";
   for (const MergedFailure& failure : merged.minimal) {
     std::string more;
-    for (const auto& [name, value] : {std::pair{"where", failure.where},
-                                      {"first", failure.first},
-                                      {"replicas", failure.replicas},
-                                      {"guess", failure.guess},
-                                      {"replay", failure.replay},
-                                      {"alike", failure.alike > 0 ? alike_in_words(failure.alike) : ""}})
-      if (!value.empty()) more += fmt::format("{}{}: {}", more.empty() ? "" : "&#10;", name, xml_text(value));
+    for (const char* part : {"where", "first", "replicas", "guess", "replay"})
+      if (!failure.text(part).empty())
+        more += fmt::format("{}{}: {}", more.empty() ? "" : "&#10;", part, xml_text(failure.text(part)));
+    if (failure.alike > 0) more += fmt::format("&#10;alike: {}", alike_in_words(failure.alike));
     text +=
         fmt::format("  <testcase classname=\"verify\" name=\"{}\">\n    <failure message=\"{}\">{}</failure>\n  </testcase>\n",
-                    xml_text(failure.minimal), xml_text(failure.what), more);
+                    xml_text(failure.text("case")), xml_text(failure.text("what")), more);
   }
   return text + "</testsuite>\n";
 }

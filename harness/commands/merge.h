@@ -13,14 +13,12 @@
 namespace harness {
 
 struct MergedFailure {
-  std::string minimal, what, where, first, replicas, guess, original;
-  std::string engine;      // of verify --engine; empty: the library
-  std::string replay;      // the command that runs it once more, as its run printed it
-  std::string kind;        // of failure (causes.h); empty in a report of an older build
-  int64_t cases = 0;       // that had run when it was found
-  int64_t alike = 0;       // other cases that failed of the same cause
-  int64_t report = 0;      // which of the reports has it
-  nlohmann::json picture;  // of picture.h; null where there is none
+  nlohmann::json line;  // as its run wrote it, with a `replay` and a number of `cases` in any case
+  int64_t alike = 0;    // other cases that failed of the same cause
+  int64_t report = 0;   // which of the reports has it
+
+  // "" where the line has none: a crash says less than other failures, and so does a report of an older build.
+  std::string text(const char* key) const { return line.value(key, ""); }
 };
 
 // Which of the cases of a campaign a report has.

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
 
 #include "harness/commands/causes.h"
 #include "harness/commands/json_lines.h"
@@ -75,23 +74,13 @@ void Report::add_case(const json& line) {
 }
 
 void Report::add_faults(const std::string& path) {
-  std::ifstream file(path);
-  SHARD_REQUIRE(file.good(), "verify", "--faults: cannot read {}; it is a file that ci/faults --json has written", path);
-  int64_t number = 0;
-  for (std::string text; std::getline(file, text);) {
-    ++number;
-    try {
-      const json line = json::parse(text);
-      json row;
-      for (const char* key : {"id", "title", "from", "check", "verdict", "by", "case", "guess"})
-        row[key] = line.at(key).get<std::string>();
-      for (const char* key : {"cases", "seconds"}) row[key] = line.at(key).get<double>();
-      fault_rows_.push_back(std::move(row));
-    } catch (const json::exception& error) {
-      throw shardproof::Error(
-          fmt::format("[verify] --faults: {}, line {}: no line of ci/faults --json: {}", path, number, error.what()));
-    }
-  }
+  read_json_lines(path, "--faults", "ci/faults --json", [&](const json& line) {
+    json row;
+    for (const char* key : {"id", "title", "from", "check", "verdict", "by", "case", "guess"})
+      row[key] = line.at(key).get<std::string>();
+    for (const char* key : {"cases", "seconds"}) row[key] = line.at(key).get<double>();
+    fault_rows_.push_back(std::move(row));
+  });
 }
 
 json Report::data() const {
@@ -99,18 +88,10 @@ json Report::data() const {
   for (const char* list : {"missing_pairs", "missing_triples"}) combinations.erase(list);  // thousands after a short run
   combinations["facets"] = std::ssize(harness::facets());
   json failures = json::array(), pairs = json::array(), errors = json::object();
-  for (const MergedFailure& failure : merged_.minimal)
-    failures.push_back({{"case", failure.minimal},
-                        {"what", failure.what},
-                        {"where", failure.where},
-                        {"first", failure.first},
-                        {"replicas", failure.replicas},
-                        {"guess", failure.guess},
-                        {"original", failure.original},
-                        {"replay", failure.replay},
-                        {"cases", failure.cases},
-                        {"alike", failure.alike > 0 ? alike_in_words(failure.alike) : ""},
-                        {"picture", failure.picture}});
+  for (const MergedFailure& failure : merged_.minimal) {
+    failures.push_back(failure.line);
+    failures.back()["alike"] = failure.alike > 0 ? alike_in_words(failure.alike) : "";
+  }
   for (const auto& [values, count] : pairs_) pairs.push_back({values.first, values.second, count});
   for (const auto& [precision, bins] : errors_) errors[precision] = bins;
   return {{"reports", merged_.reports},

@@ -96,13 +96,9 @@ std::optional<double> parameters_in(const Failing& failing, const WrongPieces& w
     piece.values = piece.values - wrong.of(wrong.wanted, piece);
     elements += piece.run.size();
   }
-  Values parameters;
-  for (const auto& [name, tensor] : wrong.golden) {
-    const auto found = std::ranges::find(failing.begin(), name, &golden::Named::value_type::first);
-    if (found == failing.begin().end() || found->second.numel() != tensor.numel()) return {};
-    parameters.push_back(found->second.to(at::kDouble).contiguous().view({-1}));
-  }
-  return elements >= 3 ? factor_between(excess, parameters) : std::nullopt;  // two numbers often have one factor
+  const std::optional<Values> parameters = in_order(failing.begin(), wrong.golden);
+  // Two numbers often have one factor.
+  return parameters && elements >= 3 ? factor_between(excess, *parameters) : std::nullopt;
 }
 
 // Ranks but 0 begin with a parameter of equal elements (ranks.h), which hardly an update makes.

@@ -20,6 +20,15 @@ bool is_folder(const std::string& path) {
 
 }  // namespace
 
+void rename_in(std::map<NodeName, Node>& names, const DiskCall& call) {
+  for (const auto& [name, node] : call.names) {
+    if (node == kNoNode)
+      names.erase(name);
+    else
+      names[name] = node;
+  }
+}
+
 // A call of one rank. It begins when the rank has its turn, if the file is one that is written in turns.
 class LossyDisk::Turn {
  public:
@@ -156,12 +165,7 @@ void LossyDisk::record(DiskCall call) {
 void LossyDisk::record_names(const std::vector<std::pair<std::string, Node>>& paths) {
   DiskCall call{.kind = DiskCall::Kind::names};
   for (const auto& [path, node] : paths) call.names.emplace_back(name_of(path), node);
-  for (const auto& [name, node] : call.names) {
-    if (node == kNoNode)
-      names_.erase(name);
-    else
-      names_[name] = node;
-  }
+  rename_in(names_, call);
   record(std::move(call));
 }
 

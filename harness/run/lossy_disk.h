@@ -37,6 +37,9 @@ struct DiskCall {
   int64_t mark = 0;
 };
 
+// What the names mean after such a call.
+void rename_in(std::map<NodeName, Node>& names, const DiskCall& call);
+
 struct DiskRecord {
   // At the beginning, all of which was flushed.
   std::map<NodeName, Node> names;

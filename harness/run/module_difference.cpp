@@ -6,8 +6,8 @@
 
 #include <algorithm>
 #include <array>
-#include <map>
 #include <optional>
+#include <set>
 #include <tuple>
 
 #include "harness/case/axes.h"
@@ -207,23 +207,13 @@ std::string in_words(const std::vector<WrongCall>& found, const Case& c) {
       what = "gets another gradient of its output";
       break;
   }
-  std::vector<size_t> ranks;
-  for (const WrongCall& difference : found) ranks.push_back(difference.rank);
-  const int64_t world = c.mesh.size();
+  std::set<int64_t> ranks;
+  for (const WrongCall& difference : found) ranks.insert(static_cast<int64_t>(difference.rank));
   const std::string& module = first.golden->module;
   std::string text = fmt::format("microbatch {}: {} {}", first.round, module.empty() ? "the model" : module, what);
-  if (std::ssize(ranks) == world && world > 1)
-    text += fmt::format(" on all {} ranks", world);
-  else if (world > 1)
-    text += fmt::format(" on rank{} {} of {}", ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "), world);
+  if (const std::string where = on_ranks(ranks, c.mesh.size()); !where.empty()) text += " " + where;
   if (!first.note.empty() && !first.backward) text += ", after " + first.note;
   return text;
-}
-
-const at::Tensor* tensor_of(const golden::Named& tensors, const std::string& name) {
-  for (const auto& [own, tensor] : tensors)
-    if (own == name) return &tensor;
-  return nullptr;
 }
 
 bool is_close(const at::Tensor& a, const at::Tensor& b) {
@@ -247,7 +237,7 @@ std::string guess_of_parameter(const std::vector<WrongCall>& found, const golden
   const auto all = [&](const auto& is) { return std::ranges::all_of(found, is); };
   if (first.golden->module.empty())
     return wrong_elements(first) + ", a buffer, are not what the unsharded model computes for it";
-  const at::Tensor* const old = earlier ? tensor_of(*earlier, first.parameter) : nullptr;
+  const at::Tensor* const old = earlier ? find_tensor(*earlier, first.parameter) : nullptr;
   if (old && old->numel() == first.held.numel() &&
       all([&](const WrongCall& d) { return is_close(d.held.flatten(), in_double(*old).flatten()); }))
     return "the forward reads the parameters of the step before";

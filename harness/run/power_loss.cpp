@@ -1,7 +1,6 @@
 #include "harness/run/power_loss.h"
 
 #include <algorithm>
-#include <charconv>
 #include <filesystem>
 #include <fstream>
 
@@ -45,12 +44,7 @@ class Crash {
       for (const auto& change : call.names) lost_.insert(change.first);
       return;
     }
-    for (const auto& [name, node] : call.names) {
-      if (node == kNoNode)
-        names_.erase(name);
-      else
-        names_[name] = node;
-    }
+    rename_in(names_, call);
   }
 
   void list(Node folder, const std::string& prefix) {
@@ -109,40 +103,6 @@ class Crash {
 };
 
 }  // namespace
-
-EachChoice::EachChoice(const std::string& text) {
-  for (const char *at = text.data(), *end = at + text.size(); at < end;) {
-    Choice choice{0, SIZE_MAX};
-    const auto [stop, error] = std::from_chars(at, end, choice.chosen);
-    SHARD_REQUIRE(error == std::errc() && (stop == end || *stop == '.'), "harness", "'{}' is no list of choices, e.g. 12.0.1",
-                  text);
-    choices_.push_back(choice);
-    at = stop + 1;
-  }
-}
-
-size_t EachChoice::choose(size_t count) {
-  if (made_ == choices_.size()) choices_.push_back({0, count});
-  Choice& choice = choices_[made_++];
-  choice.count = count;
-  SHARD_REQUIRE(choice.chosen < count, "harness", "choice {} is {}, expected 0 to {}", made_, choice.chosen, count - 1);
-  return choice.chosen;
-}
-
-bool EachChoice::next() {
-  choices_.resize(made_);
-  made_ = 0;
-  while (!choices_.empty() && choices_.back().chosen + 1 == choices_.back().count) choices_.pop_back();
-  if (choices_.empty()) return false;
-  ++choices_.back().chosen;
-  return true;
-}
-
-std::string EachChoice::text() const {
-  std::string text;
-  for (size_t i = 0; i < made_; ++i) text += (i ? "." : "") + std::to_string(choices_[i].chosen);
-  return text;
-}
 
 RandomChoice::RandomChoice(uint64_t seed) : random_(seed) {
   constexpr double kShares[] = {0.1, 0.5, 0.9};

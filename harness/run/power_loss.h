@@ -31,26 +31,6 @@ class Choices {
   virtual size_t choose(size_t count) = 0;
 };
 
-// One list of choices after the other, until all were made. The last choice varies fastest.
-class EachChoice : public Choices {
- public:
-  // Begins with this list, as `text` gives it, e.g. "12.0.1".
-  explicit EachChoice(const std::string& text = "");
-  size_t choose(size_t count) override;
-  // Goes on to the next list. Returns false after the last.
-  bool next();
-  // Whether the list that it began with has no more choices than there were to make.
-  bool all_made() const { return made_ == choices_.size(); }
-  std::string text() const;
-
- private:
-  struct Choice {
-    size_t chosen = 0, count = 1;
-  };
-  std::vector<Choice> choices_;
-  size_t made_ = 0;
-};
-
 // Drawn from the seed. How much of what was not flushed is there is drawn once for all: nearly nothing, half, or nearly all.
 class RandomChoice : public Choices {
  public:

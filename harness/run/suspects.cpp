@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
 
@@ -58,6 +59,21 @@ Values in_double(const golden::Named& tensors) {
   Values values;
   for (const auto& [name, tensor] : tensors) values.push_back(tensor.to(at::kDouble).contiguous().view({-1}));
   return values;
+}
+
+std::optional<Values> in_order(const golden::Named& tensors, const golden::Named& names) {
+  Values values;
+  for (const auto& [name, like] : names) {
+    const at::Tensor* const found = find_tensor(tensors, name);
+    if (!found || found->numel() != like.numel()) return {};
+    values.push_back(found->to(at::kDouble).contiguous().view({-1}));
+  }
+  return values;
+}
+
+const at::Tensor* find_tensor(const golden::Named& tensors, const std::string& name) {
+  const auto found = std::ranges::find(tensors, name, &golden::Named::value_type::first);
+  return found == tensors.end() ? nullptr : &found->second;
 }
 
 std::vector<Suspect> gradient_suspects(const Case& c, const golden::Run& run) {

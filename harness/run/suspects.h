@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -32,6 +33,10 @@ std::string factor_in_words(const Case& c, const golden::Step& step, double fact
 golden::Run plain_step(golden::Run run, size_t step, const golden::Named& parameters);
 
 Values in_double(const golden::Named& tensors);
+// The tensors that have these names, in their order; nothing if one is not there or has another number of elements.
+std::optional<Values> in_order(const golden::Named& tensors, const golden::Named& names);
+// Null where there is none of this name.
+const at::Tensor* find_tensor(const golden::Named& tensors, const std::string& name);
 
 // Whether `a` is `b` but for rounding, and both are finite.
 bool near(double a, double b);

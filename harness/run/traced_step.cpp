@@ -2,8 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
-
 #include "harness/run/suspects.h"
 #include "harness/run/wrong_pieces.h"
 
@@ -21,9 +19,9 @@ golden::Named golden_gradients(const golden::Run& run, size_t step, const golden
 // Up to what roundings to the compute dtype may do.
 bool are_alike(const golden::Named& golden, const MicrobatchTrace& unsharded) {
   for (const auto& [name, wanted] : golden) {
-    const auto held = std::ranges::find(unsharded.gradients, name, &golden::Named::value_type::first);
-    if (held == unsharded.gradients.end()) continue;
-    const at::Tensor right = wanted.to(at::kDouble), other = held->second.to(at::kDouble);
+    const at::Tensor* const held = find_tensor(unsharded.gradients, name);
+    if (!held) continue;
+    const at::Tensor right = wanted.to(at::kDouble), other = held->to(at::kDouble);
     if (!(norm_of(other - right) <= 1e-3 * norm_of(right) + 1e-6)) return false;
   }
   return true;

@@ -65,18 +65,6 @@ void add_rates(Mistakes& mistakes, const std::vector<golden::Step>& steps) {
   });
 }
 
-// The tensors with these names, in this order; nothing if one is not there.
-std::optional<Values> in_order(const golden::Named* tensors, const golden::Named& names) {
-  Values values;
-  for (const auto& [name, like] : names) {
-    if (!tensors) return {};
-    const auto found = std::ranges::find(*tensors, name, &golden::Named::value_type::first);
-    if (found == tensors->end() || found->second.numel() != like.numel()) return {};
-    values.push_back(found->second.to(at::kDouble).contiguous().view({-1}));
-  }
-  return values;
-}
-
 }  // namespace
 
 std::vector<Suspect> update_suspects(const golden::Run& run, size_t step, const TensorsOf& tensors,
@@ -93,7 +81,8 @@ std::vector<Suspect> update_suspects(const golden::Run& run, size_t step, const 
   for (Mistake& mistake : mistakes.take()) {
     const golden::Trace trace = golden::train(mistake.run);
     if (trace.size() <= step) continue;
-    if (std::optional<Values> values = in_order(tensors(trace[step]), names))
+    const golden::Named* const left = tensors(trace[step]);
+    if (std::optional<Values> values = left ? in_order(*left, names) : std::nullopt)
       suspects.push_back({std::move(mistake.text), [held = std::move(*values)](int64_t) { return held; }});
   }
   return suspects;

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
-#include <set>
 
 namespace harness {
 
@@ -54,20 +53,26 @@ WrongPieces wrong_pieces(std::string kind, const golden::Named& golden, const st
 
 namespace {
 
-std::string ranks_in_words(const WrongPieces& wrong, int64_t world) {
+std::set<int64_t> ranks_of(const WrongPieces& wrong) {
   std::set<int64_t> ranks;
   for (const WrongPiece& piece : wrong.pieces) ranks.insert(piece.rank);
-  if (std::ssize(ranks) == world) return world == 1 ? "" : fmt::format(", on all {} ranks", world);
-  return fmt::format(", on rank{} {} of {}", ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "), world);
+  return ranks;
 }
 
 }  // namespace
 
+std::string on_ranks(const std::set<int64_t>& ranks, int64_t world) {
+  if (world == 1) return "";
+  if (std::ssize(ranks) == world) return fmt::format("on all {} ranks", world);
+  return fmt::format("on rank{} {} of {}", ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "), world);
+}
+
 std::string in_words(const WrongPieces& wrong, int64_t world) {
   std::set<size_t> tensors;
   for (const WrongPiece& piece : wrong.pieces) tensors.insert(piece.tensor);
+  const std::string where = on_ranks(ranks_of(wrong), world);
   return fmt::format("{} of {} {} are wrong, {} the first of them{}", tensors.size(), wrong.golden.size(), wrong.kind,
-                     wrong.golden[*tensors.begin()].first, ranks_in_words(wrong, world));
+                     wrong.golden[*tensors.begin()].first, where.empty() ? "" : ", " + where);
 }
 
 // One factor between what is held and `values`; nothing when there is none.
@@ -118,8 +123,7 @@ std::string parts_of_a_sum(const WrongPieces& wrong, const shardproof::Mesh& mes
 }
 
 std::string factors_by_rank(const WrongPieces& wrong) {
-  std::set<int64_t> ranks;
-  for (const WrongPiece& piece : wrong.pieces) ranks.insert(piece.rank);
+  const std::set<int64_t> ranks = ranks_of(wrong);
   if (ranks.empty()) return "";
   std::vector<std::string> texts;
   std::vector<double> factors;

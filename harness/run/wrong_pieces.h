@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -48,6 +49,8 @@ double distance(const WrongPieces& wrong, const Values& values);
 // "2 of 4 gradients are wrong, layers.1.weight the first of them, on ranks 1, 3 of 4"
 std::string in_words(const WrongPieces& wrong, int64_t world);
 
+// "on ranks 1, 3 of 4", "on all 4 ranks"; "" of a world of one.
+std::string on_ranks(const std::set<int64_t>& ranks, int64_t world);
 // The one factor between what is held and `values`, unless it is 1; nothing when there is none.
 std::optional<double> factor_between(const WrongPieces& wrong, const Values& values);
 // In words, where what ranks along one axis hold adds up to what each of them should have; else "".

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <charconv>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -10,6 +12,7 @@
 #include <map>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "harness/case/random.h"
 #include "harness/run/power_loss.h"
@@ -79,6 +82,52 @@ inline uint64_t hash_of(const harness::DiskState& state) {
 // How many distinct crash states there were of each kind that `look` found.
 using FoundStates = std::map<std::string, int64_t>;
 
+// One list of choices after the other, until all were made. The last choice varies fastest.
+class EachChoice : public harness::Choices {
+ public:
+  // Begins with this list, as `text` gives it, e.g. "12.0.1".
+  explicit EachChoice(const std::string& list = "") {
+    for (const char *at = list.data(), *end = at + list.size(); at < end;) {
+      Choice choice{0, SIZE_MAX};
+      const auto [stop, error] = std::from_chars(at, end, choice.chosen);
+      SHARD_REQUIRE(error == std::errc() && (stop == end || *stop == '.'), "harness", "'{}' is no list of choices, e.g. 12.0.1",
+                    list);
+      choices_.push_back(choice);
+      at = stop + 1;
+    }
+  }
+  size_t choose(size_t count) override {
+    if (made_ == choices_.size()) choices_.push_back({0, count});
+    Choice& choice = choices_[made_++];
+    choice.count = count;
+    SHARD_REQUIRE(choice.chosen < count, "harness", "choice {} is {}, expected 0 to {}", made_, choice.chosen, count - 1);
+    return choice.chosen;
+  }
+  // Goes on to the next list. Returns false after the last.
+  bool next() {
+    choices_.resize(made_);
+    made_ = 0;
+    while (!choices_.empty() && choices_.back().chosen + 1 == choices_.back().count) choices_.pop_back();
+    if (choices_.empty()) return false;
+    ++choices_.back().chosen;
+    return true;
+  }
+  // Whether the list that it began with has no more choices than there were to make.
+  bool all_made() const { return made_ == choices_.size(); }
+  std::string text() const {
+    std::string text;
+    for (size_t i = 0; i < made_; ++i) text += (i ? "." : "") + std::to_string(choices_[i].chosen);
+    return text;
+  }
+
+ private:
+  struct Choice {
+    size_t chosen = 0, count = 1;
+  };
+  std::vector<Choice> choices_;
+  size_t made_ = 0;
+};
+
 // Every crash state once; those in which power fails after the first `calls` calls of the record or later.
 inline FoundStates look_at_all_states(const std::string& story, const harness::DiskRecord& record,
                                       const harness::PowerLoss& how, const LookAtState& look, size_t calls = 0) {
@@ -86,7 +135,7 @@ inline FoundStates look_at_all_states(const std::string& story, const harness::D
   if (replay.leaves_out(story)) return found;
   const Scratch scratch;
   std::set<uint64_t> seen;  // their hashes
-  harness::EachChoice choices(replay.asked() ? replay.choices() : std::to_string(calls));
+  EachChoice choices(replay.asked() ? replay.choices() : std::to_string(calls));
   do {
     const harness::DiskState state = harness::lose_power(record, choices, how);
     // As when a flush was added since the line was printed.

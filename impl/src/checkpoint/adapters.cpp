@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include <cstring>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>

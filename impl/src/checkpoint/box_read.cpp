@@ -112,19 +112,6 @@ class RowReader {
   bool has_gaps_ = false;         // between `rows_`
 };
 
-// In pieces.
-uint32_t crc_of(const ByteSource& source, uint64_t begin, uint64_t end) {
-  std::string piece;
-  uint32_t crc = 0;
-  while (begin < end) {
-    piece.resize(std::min(kPieceBytes, end - begin));
-    source.read(begin, piece.data(), piece.size());
-    crc = crc32(crc, piece.data(), piece.size());
-    begin += piece.size();
-  }
-  return crc;
-}
-
 }  // namespace
 
 struct BoxReader::Entry {
@@ -305,10 +292,8 @@ at::Tensor BoxReader::read(const std::string& name) {
   const auto found = checkpoint_.tensors.find(name);
   SHARD_REQUIRE(found != checkpoint_.tensors.end(), "checkpoint", "{} holds no tensor {}", folder_, name);
   const StoredTensor& tensor = found->second;
-  Box box;
-  for (const int64_t size : tensor.sizes) box.push_back({0, size});
   at::Tensor whole = at::empty(tensor.sizes, tensor.dtype);
-  read(name, box, whole);
+  read(name, whole_box(tensor.sizes), whole);
   return whole;
 }
 

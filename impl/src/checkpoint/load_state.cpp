@@ -2,10 +2,10 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <cstring>
 #include <optional>
 
 #include "checkpoint/format/cause.h"
+#include "checkpoint/format/row_walk.h"
 #include "checkpoint/host_copy.h"
 #include "checkpoint/joined_sums.h"
 #include "checkpoint/match_state.h"
@@ -245,12 +245,6 @@ class Loader {
     return bytes;
   }
 
-  static Box whole_box(at::IntArrayRef sizes) {
-    Box whole;
-    for (const int64_t size : sizes) whole.push_back({0, size});
-    return whole;
-  }
-
   Wanted& want(const std::string& key, std::vector<Box> boxes) {
     Wanted& wanted = wanted_[key];
     wanted.boxes = std::move(boxes);
@@ -264,7 +258,7 @@ class Loader {
     mains_ = sharded_.impl().shards(Sharded::Impl::Kind::main);
     std::map<std::string, std::vector<Box>> boxes;
     for (const Shard& shard : mains_) boxes[shard.name] = owned(shard.shape, shard.at.mesh, shard.at.layout, sharded_.rank());
-    for (const auto& [name, tensor] : names_.plain) boxes[name] = {whole_box(tensor.sizes())};
+    for (const auto& [name, tensor] : names_.plain) boxes[name] = {whole_box(tensor.sizes().vec())};
     for (const auto& [name, key] : matched_.parameters) want(key, boxes.at(name));
     for (const Restored& state : matched_.states)
       for (const std::string& state_name : state.state_names)
@@ -290,10 +284,7 @@ class Loader {
   void read(const std::string& key, const Wanted& wanted, char* to) {
     const int64_t item = dtype_info(checkpoint_.tensors.at(key).dtype).bytes;
     for (const Box& box : wanted.boxes) {
-      Shape strides(box.size());
-      int64_t stride = 1;
-      for (size_t d = box.size(); d-- > 0; stride *= box[d].size()) strides[d] = stride;
-      reader_->read(key, box, to, strides);
+      reader_->read(key, box, to, contiguous_strides(sizes_of(box)));
       to += numel(box) * item;
     }
   }

@@ -5,6 +5,7 @@
 #include <map>
 #include <set>
 
+#include "checkpoint/format/row_walk.h"
 #include "checkpoint/hugging_face_families.h"
 #include "checkpoint/state_names.h"
 #include "sharding/sharded_impl.h"
@@ -57,9 +58,7 @@ class WeightLoader {
     for (const Shard& shard : sharded_.impl().shards(Sharded::Impl::Kind::main))
       if (const auto found = sources_.find(shard.name); found != sources_.end()) fill_shard(shard, found->second);
     for (auto& [tensor, sources] : plain_) {
-      Box box;
-      for (const int64_t size : tensor.sizes()) box.push_back({0, size});
-      const at::Tensor values = read(sources, box, tensor.scalar_type());
+      const at::Tensor values = read(sources, whole_box(tensor.sizes().vec()), tensor.scalar_type());
       at::Tensor(tensor).copy_(values.view(tensor.sizes()));
     }
     if (!options_.partial) sharded_.impl().merged_adapters.clear();
@@ -178,9 +177,10 @@ class WeightLoader {
 
   void require_complete() const {
     if (options_.partial) return;
+    const int64_t drafts = draft_layers(path_, options_.family, *options_.files);
     std::vector<std::string> unknown;
     for (const std::string& name : loaded_.unused)
-      if (!is_no_weight(options_.family, name, shapes_)) unknown.push_back(name);
+      if (!is_no_weight(options_.family, name, shapes_, drafts)) unknown.push_back(name);
     const std::vector<std::string> missing = needed();
     if (missing.empty() && unknown.empty()) return;
     std::vector<std::string> names;

@@ -78,8 +78,7 @@ std::vector<std::vector<PlannedBox>> plan_save(const std::map<std::string, Saved
     const auto item = static_cast<uint64_t>(dtype_info(tensor.dtype).bytes);
     for (const HeldBox& held : found->second) parts.push_back({&named, &held, static_cast<uint64_t>(numel(held.box)) * item});
     if (numel(tensor.shape) > 0) continue;
-    empty.emplace_back();
-    for (const int64_t size : tensor.shape) empty.back().box.push_back({0, size});
+    empty.push_back({whole_box(tensor.shape), {}});
     parts_of[0].push_back({&named, &empty.back(), 0});
   }
   std::stable_sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.bytes > b.bytes; });

@@ -283,7 +283,7 @@ TEST(PowerLoss, the_line_that_a_wrong_state_prints_looks_at_that_state_again) {
 
 // The model itself.
 harness::DiskState only_state(const harness::DiskRecord& record, const std::string& choices) {
-  harness::EachChoice choice(choices);
+  EachChoice choice(choices);
   return harness::lose_power(record, choice, {.block = 4});
 }
 
@@ -293,7 +293,7 @@ TEST(PowerLoss, states_are_those_that_the_model_allows) {
   FileSystem& files = disk.files();
   const auto states = [&] {
     std::set<std::string> all;
-    harness::EachChoice choices;
+    EachChoice choices;
     do {
       const harness::DiskState state = harness::lose_power(disk.record(), choices, {.block = 4, .fill = '.'});
       if (state.calls != disk.record().calls.size()) continue;

@@ -210,8 +210,7 @@ TEST(Verify, texts_of_merged_reports_are_shown_and_never_obeyed) {
   const std::string evil = "a\x1b[2Jb";
   merged.features[evil] = 1;
   MergedFailure failure;
-  failure.minimal = failure.where = failure.guess = failure.replay = evil;
-  failure.what = evil + "\nsecond line";
+  failure.line = {{"case", evil}, {"where", evil}, {"guess", evil}, {"replay", evil}, {"what", evil + "\nsecond line"}};
   merged.minimal.push_back(failure);
   const std::string said = describe(merged, /*everything=*/true);
   EXPECT_TRUE(can_be_shown(said, /*lines=*/true)) << said;

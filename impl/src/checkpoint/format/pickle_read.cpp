@@ -1,7 +1,4 @@
 #include <algorithm>
-#include <bit>
-#include <limits>
-#include <optional>
 
 #include "checkpoint/format/pickle_bytes.h"
 #include "checkpoint/format/pickle_node.h"
@@ -206,159 +203,119 @@ class Machine : private PickleBytes {
     opcode_at_ = at_;
     const char opcode = take(1)[0];
     if (opcode == '.') return false;
-    if (!push_plain(opcode) && !collect(opcode) && !structure(opcode))
-      fail(fmt::format("has the opcode {:#04x}, which checkpoints do not use", static_cast<unsigned char>(opcode)));
+    push_plain(opcode);
     return true;
   }
 
-  bool push_plain(char opcode) {
+  // What each of the next three does not know is for the one behind it.
+  void push_plain(char opcode) {
     switch (opcode) {
       case 'N':
-        push_shared(none_node());
-        return true;
+        return push_shared(none_node());
       case '\x88':
-        push_number(1, Kind::kBool);
-        return true;
+        return push_number(1, Kind::kBool);
       case '\x89':
-        push_number(0, Kind::kBool);
-        return true;
+        return push_number(0, Kind::kBool);
       case 'J':
-        push_number(static_cast<int32_t>(number(4)));
-        return true;
+        return push_number(static_cast<int32_t>(number(4)));
       case 'K':
-        push_number(static_cast<int64_t>(number(1)));
-        return true;
+        return push_number(static_cast<int64_t>(number(1)));
       case 'M':
-        push_number(static_cast<int64_t>(number(2)));
-        return true;
+        return push_number(static_cast<int64_t>(number(2)));
       case '\x8a':
-        push_long(number(1));
-        return true;
+        return push_long(number(1));
       case '\x8b':
-        push_long(number(4));
-        return true;
+        return push_long(number(4));
       case 'G':
-        push_real();
-        return true;
+        return push_real();
       case '\x8c':
-        push_text(Kind::kString, take(number(1)));
-        return true;
+        return push_text(Kind::kString, take(number(1)));
       case 'X':
-        push_text(Kind::kString, take(number(4)));
-        return true;
+        return push_text(Kind::kString, take(number(4)));
       case '\x8d':
-        push_text(Kind::kString, take(number(8)));
-        return true;
+        return push_text(Kind::kString, take(number(8)));
       case 'C':
-        push_text(Kind::kBytes, take(number(1)));
-        return true;
+        return push_text(Kind::kBytes, take(number(1)));
       case 'B':
-        push_text(Kind::kBytes, take(number(4)));
-        return true;
+        return push_text(Kind::kBytes, take(number(4)));
       case '\x8e':
-        push_text(Kind::kBytes, take(number(8)));
-        return true;
+        return push_text(Kind::kBytes, take(number(8)));
       case ']':
-        push(make<ItemsNode>(Kind::kList));
-        return true;
+        return push(make<ItemsNode>(Kind::kList));
       case '}':
-        push(make<PairsNode>(Kind::kDict));
-        return true;
+        return push(make<PairsNode>(Kind::kDict));
       case ')':
-        push_shared(empty_tuple_node());
-        return true;
+        return push_shared(empty_tuple_node());
       default:
-        return false;
+        return collect(opcode);
     }
   }
 
-  bool collect(char opcode) {
+  void collect(char opcode) {
     switch (opcode) {
       case '(':
-        marks_.push_back(stack_.size());
-        return true;
+        return marks_.push_back(stack_.size());
       case 't':
-        push_tuple(pop_mark());
-        return true;
+        return push_tuple(pop_mark());
       case '\x85':
-        push_tuple(last(1));
-        return true;
+        return push_tuple(last(1));
       case '\x86':
-        push_tuple(last(2));
-        return true;
+        return push_tuple(last(2));
       case '\x87':
-        push_tuple(last(3));
-        return true;
+        return push_tuple(last(3));
       case 'a':
-        append_items(last(1));
-        return true;
+        return append_items(last(1));
       case 'e':
-        append_items(pop_mark());
-        return true;
+        return append_items(pop_mark());
       case 's':
-        set_items(last(2));
-        return true;
+        return set_items(last(2));
       case 'u':
-        set_items(pop_mark());
-        return true;
+        return set_items(pop_mark());
       default:
-        return false;
+        return structure(opcode);
     }
   }
 
-  bool structure(char opcode) {
+  void structure(char opcode) {
     switch (opcode) {
       case '\x80': {
         const uint64_t protocol = number(1);
-        require(protocol >= 2 && protocol <= 5, fmt::format("has pickle protocol {}; 2 to 5 are read", protocol));
-        return true;
+        return require(protocol >= 2 && protocol <= 5, fmt::format("has pickle protocol {}; 2 to 5 are read", protocol));
       }
       case '\x95':
-        require(number(8) <= bytes_.size() - at_, "is cut off");
-        return true;
+        return require(number(8) <= bytes_.size() - at_, "is cut off");
       case 'c': {
         const std::string module = line(), name = line();
-        push_global(module, name);
-        return true;
+        return push_global(module, name);
       }
       case '\x93': {
         const NodePtr name = pop(), module = pop();
         require(name->kind == Kind::kString && module->kind == Kind::kString, "names a global by what is no string");
-        push_global(static_cast<TextNode&>(*module).text, static_cast<TextNode&>(*name).text);
-        return true;
+        return push_global(static_cast<TextNode&>(*module).text, static_cast<TextNode&>(*name).text);
       }
       case 'R':
-        construct(false);
-        return true;
+        return construct(false);
       case '\x81':
-        construct(true);
-        return true;
+        return construct(true);
       case 'b':
-        build();
-        return true;
+        return build();
       case 'Q':
-        push_persistent();
-        return true;
+        return push_persistent();
       case 'q':
-        put(number(1));
-        return true;
+        return put(number(1));
       case 'r':
-        put(number(4));
-        return true;
+        return put(number(4));
       case '\x94':
-        put(memo_.size());
-        return true;
+        return put(memo_.size());
       case 'h':
-        get(number(1));
-        return true;
+        return get(number(1));
       case 'j':
-        get(number(4));
-        return true;
+        return get(number(4));
       case '0':
         pop();
-        return true;
+        return;
       default:
-        return false;
+        fail(fmt::format("has the opcode {:#04x}, which checkpoints do not use", static_cast<unsigned char>(opcode)));
     }
   }
 

@@ -1,6 +1,7 @@
 // The rows of a box: runs that are contiguous both in a file and in memory.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "shardproof/algebra/layout.h"
@@ -53,10 +54,17 @@ inline Shape sizes_of(const Box& box) {
   return sizes;
 }
 
+inline Box whole_box(const Shape& sizes) {
+  Box box;
+  for (const int64_t size : sizes) box.push_back({0, size});
+  return box;
+}
+
+// As PyTorch has them, for tensors without elements too.
 inline Shape contiguous_strides(const Shape& sizes) {
   Shape strides(sizes.size());
   int64_t stride = 1;
-  for (size_t d = sizes.size(); d-- > 0; stride *= sizes[d]) strides[d] = stride;
+  for (size_t d = sizes.size(); d-- > 0; stride *= std::max<int64_t>(sizes[d], 1)) strides[d] = stride;
   return strides;
 }
 

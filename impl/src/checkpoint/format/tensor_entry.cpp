@@ -2,8 +2,6 @@
 
 #include <fmt/ranges.h>
 
-#include <limits>
-
 #include "checkpoint/format/torch_pickles.h"
 #include "shardproof/base/check.h"
 #include "testing/checkpoint/format/zip_file.h"

@@ -15,7 +15,6 @@
 namespace shardproof::checkpoint {
 namespace {
 
-constexpr uint64_t kPieceBytes = uint64_t{256} << 10;  // summed while it lies in the cache
 constexpr uint64_t kMetadataBytesMax = uint64_t{1} << 31;
 
 void require_folder(FileSystem& files, const std::string& path) {
@@ -137,14 +136,7 @@ class Verifier {
   void check_sum(const Owned& owned, const ByteSource& slice) {
     const auto found = sums_->entries.find({owned.extent->file, owned.extent->offset});
     if (found == sums_->entries.end()) return report(owned, "has no checksum in the sidecar");
-    piece_.resize(std::min(kPieceBytes, slice.size()));
-    uint32_t crc = 0;
-    for (uint64_t done = 0; done < slice.size();) {
-      const uint64_t bytes = std::min<uint64_t>(piece_.size(), slice.size() - done);
-      slice.read(done, piece_.data(), bytes);
-      crc = crc32(crc, piece_.data(), bytes);
-      done += bytes;
-    }
+    const uint32_t crc = crc_of(slice, 0, slice.size());
     if (crc != found->second) report(owned, fmt::format("is damaged: checksum {:08x}, expected {:08x}", crc, found->second));
   }
 
@@ -184,7 +176,7 @@ class Verifier {
   std::optional<Checksums> sums_;
   Checkpoint checkpoint_;
   std::unique_ptr<FileSource> open_;
-  std::string open_name_, piece_;
+  std::string open_name_;
   uint64_t bytes_all_ = 0, bytes_done_ = 0;
   uint32_t metadata_crc_ = 0;
 };

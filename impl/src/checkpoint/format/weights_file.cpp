@@ -9,6 +9,7 @@
 
 #include "checkpoint/format/cause.h"
 #include "checkpoint/format/lfs_pointer.h"
+#include "checkpoint/format/row_walk.h"
 #include "checkpoint/format/torch_pickles.h"
 #include "checkpoint/format/weights_index.h"
 #include "shardproof/base/check.h"
@@ -18,13 +19,6 @@
 
 namespace shardproof::checkpoint {
 namespace {
-
-Shape contiguous_strides(const Shape& sizes) {
-  Shape strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t d = sizes.size(); d-- > 0; stride *= std::max<int64_t>(sizes[d], 1)) strides[d] = stride;
-  return strides;
-}
 
 StoredWeights of_safetensors(const SafeTensors& stored) {
   StoredWeights weights;

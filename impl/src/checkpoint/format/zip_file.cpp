@@ -1,7 +1,6 @@
 #include "testing/checkpoint/format/zip_file.h"
 
 #include <algorithm>
-#include <cstring>
 #include <set>
 
 #include "checkpoint/format/zip_format.h"
@@ -14,7 +13,7 @@ namespace {
 using namespace zip;
 
 constexpr uint64_t kDirectoryBytesMax = uint64_t{1} << 30;
-constexpr uint64_t kCheckBytes = uint64_t{4} << 20;
+constexpr uint64_t kPieceBytes = uint64_t{256} << 10;  // summed while it lies in the cache
 
 // Little-endian numbers out of bytes, none behind their end.
 class Fields {
@@ -192,16 +191,21 @@ std::string read_record(const ByteSource& source, const ZipRecord& record, uint6
   return data;
 }
 
-void check_record(const ByteSource& source, const ZipRecord& record) {
-  std::string piece(std::min(record.bytes, kCheckBytes), '\0');
+uint32_t crc_of(const ByteSource& source, uint64_t begin, uint64_t end) {
+  std::string piece(std::min(end - begin, kPieceBytes), '\0');
   uint32_t crc = 0;
-  for (uint64_t done = 0; done < record.bytes;) {
-    const uint64_t bytes = std::min<uint64_t>(piece.size(), record.bytes - done);
-    source.read(record.offset + done, piece.data(), bytes);
+  while (begin < end) {
+    const uint64_t bytes = std::min<uint64_t>(piece.size(), end - begin);
+    source.read(begin, piece.data(), bytes);
     crc = crc32(crc, piece.data(), bytes);
-    done += bytes;
+    begin += bytes;
   }
-  SHARD_REQUIRE(crc == record.crc, "zip", "{}: record {} is damaged, its CRC does not agree", source.name(), record.name);
+  return crc;
+}
+
+void check_record(const ByteSource& source, const ZipRecord& record) {
+  SHARD_REQUIRE(crc_of(source, record.offset, record.offset + record.bytes) == record.crc, "zip",
+                "{}: record {} is damaged, its CRC does not agree", source.name(), record.name);
 }
 
 }  // namespace shardproof::checkpoint

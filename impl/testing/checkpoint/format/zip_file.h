@@ -29,6 +29,8 @@ const ZipRecord* find_record(const std::vector<ZipRecord>& records, std::string_
 std::string read_record(const ByteSource& source, const ZipRecord& record, uint64_t bytes_max);
 // Only the check, in pieces.
 void check_record(const ByteSource& source, const ZipRecord& record);
+// The CRC-32 of the bytes [begin, end) of a source, which are read in pieces.
+uint32_t crc_of(const ByteSource& source, uint64_t begin, uint64_t end);
 
 // Writes a zip from front to back into `sink`. CRCs follow payloads, so that those need not be known ahead.
 class ZipWriter {
