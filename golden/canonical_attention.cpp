@@ -26,8 +26,8 @@ struct Head {
 
   bool sees(int64_t i, int64_t j) const { return a.hidden.empty() || !a.hidden[static_cast<size_t>(i * a.q.rows + j)]; }
 
-  // The powers of the keys up to query i, over the largest one that it sees; 0 of those that it does not see. These have to be in
-  // range as well, since whether a run goes on must not depend on which pairs a rank multiplies.
+  // The powers of the keys up to query i, over the largest one that it sees; 0 of those that it does not see. These have to be
+  // in range as well, since whether a run goes on must not depend on which pairs a rank multiplies.
   std::vector<double> powers(int64_t i) const {
     std::vector<double> scores;
     double most = -std::numeric_limits<double>::infinity();

@@ -99,7 +99,8 @@ struct Trainer::Collected {
 };
 
 Trainer::Trainer(Model model, Optimizer optimizer, const Named& parameters, SumOrder order, Precision precision,
-                 LossScaling scaling, at::ScalarType dtype, uint64_t jitter, c10::Device device, double ema, const Named& buffers)
+                 LossScaling scaling, at::ScalarType dtype, uint64_t jitter, c10::Device device, double ema,
+                 const Named& buffers)
     : model_(std::move(model)),
       order_(order),
       precision_(in_dtype(precision, dtype)),

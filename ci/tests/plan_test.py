@@ -163,6 +163,10 @@ class Plan(unittest.TestCase):
                 (["--model", EXPERTS, "--mesh", "dp_shard=3", "--expert-ranks", "2"],
                  ["dp_shard=3", "so many ranks cannot share"]),
                 (["--model", EXPERTS, "--mesh", "dp_shard=2", "--cut-experts"], ["no ranks along it", "tp=2"]),
+                (["--model", EXPERTS[:-1] + ",expert_balance=0.1,expert_balance_over=step)", "--rounds", "2"],
+                 ["expert_balance_over=step", "2 microbatches", "leave out --rounds"]),
+                (["--model", EXPERTS[:-1] + ",expert_balance=0.1,expert_balance_over=step)", "--rounds", "2", "--search"],
+                 ["expert_balance_over=step"]),
                 (["--model", EXPERTS, "--set", "offload=pageable"], ["experts", "leave offload out"]),
                 (["--model", "gpt(layers=2,hidden=7,heads=2)"], ["hidden", "heads"])):
             _, said = plan(*arguments, code=2)

@@ -234,6 +234,21 @@ class Train(TrainingRuns):
             self.assertEqual(code, 2)
             self.assertIn(message, errors)
 
+    def test_biases_of_routers_begin_as_the_model_says_and_as_those_of_the_golden_run(self):
+        llama = ("llama(layers=2,hidden=8,heads=2,kv_heads=1,intermediate=6,vocab=256,positions=6,experts=5,top_k=2,"
+                 "expert_width=4,score=sigmoid{})")
+        losses = set()
+        canonical = ("--arithmetic", "canonical", "--canonical", "--mesh")
+        for more, mesh in (("", ("--mesh", "dp_shard=2")), (",expert_lean=0.25", ("--mesh", "dp_shard=2")),
+                           (",expert_lean=0.25,expert_bias=0.125", (*canonical, "dp_shard=2,tp=2"))):
+            folder = ("--checkpoint-dir", os.path.join(self.folder, f"run{len(losses)}"), "--resume", "--lr", "0.1")
+            for steps in ("2", "4"):
+                code, lines, output, errors = self.train("--check", *mesh, *folder, "--steps", steps, model=llama.format(more))
+                self.assertEqual(code, 0, output + errors)
+                self.assertIn("EQUAL in every bit", output)
+            losses.add(json.loads(lines[-2])["loss"])
+        self.assertEqual(len(losses), 3)
+
     def test_a_run_with_experts_that_changes_every_axis_at_its_checkpoints_has_the_golden_bits(self):
         llama = ("llama(layers=2,hidden=8,heads=2,kv_heads=1,intermediate=6,vocab=256,positions=6,experts=5,top_k=2,"
                  "expert_width=4,shared_width=3,score=sigmoid,dense_layers=1)")
@@ -377,6 +392,12 @@ class Train(TrainingRuns):
         self.expect_refused("must be a multiple of microbatch 2 x 3 data-parallel ranks = 6",
                             "--mesh", "dp_shard=3", "--global-batch", "16")
         self.expect_refused("at least 1, got 16, 0 and 2", "--microbatch", "0")
+        over_step = ("llama(layers=1,hidden=8,heads=2,kv_heads=1,vocab=256,positions=6,experts=5,expert_balance=0.1,"
+                     "expert_balance_over=step)")
+        self.expect_refused("expert_balance_over=step has one forward in a step, which sees all of its tokens, and a step has "
+                            "4 microbatches; set --microbatch 8", model=over_step)
+        code, _, output, errors = self.train("--microbatch", "8", model=over_step)
+        self.assertEqual(code, 0, output + errors)
 
     def test_an_unknown_strategy_axis_or_optimizer_is_refused_with_those_there_are(self):
         self.expect_refused("zero3", "--strategy", "zero4")

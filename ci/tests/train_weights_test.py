@@ -85,6 +85,21 @@ class TrainFromWeights(TrainingRuns):
                 self.assertAlmostEqual(losses[0], loss_of(model), places=4, msg=f"{family} on {mesh}")
                 self.assertIn(f"begin  with the weights in {folder}\n", output)
 
+    def test_runs_from_weights_with_biases_of_routers_have_the_golden_bits(self):
+        canonical = ("--arithmetic", "canonical", "--canonical")
+        moved = ("--model", "llama(experts=12,expert_bias=0.01)")
+        ways = (("--mesh", "dp_shard=2", "--expert-ranks", "2"), ("--mesh", "dp_shard=2", "--precision", "bf16", *moved),
+                (*canonical, "--mesh", "dp_shard=2,tp=2", *moved),
+                (*canonical, "--mesh", "dp_shard=2,cp=2", "--strategy", "zero2"))
+        for family in CLASSES:
+            _, folder = self.saved(family)
+            for number, way in enumerate(ways):
+                run = ("--checkpoint-dir", os.path.join(self.folder, f"{family}{number}"), "--resume", "--check")
+                for steps in ("1", "3"):
+                    code, _, output, errors = self.from_weights(folder, *way, *run, "--steps", steps)
+                    self.assertEqual(code, 0, f"{family} {way}: {output}{errors}")
+                    self.assertIn("EQUAL in every bit to the golden run", output)
+
     def test_the_first_loss_in_bfloat16_is_as_exact_as_that_of_the_package_at_1024_tokens(self):
         sizes = {"vocab_size": 256, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3}
         torch.manual_seed(0)

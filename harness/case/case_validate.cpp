@@ -6,6 +6,7 @@
 #include "harness/case/case.h"
 #include "harness/case/mesh_order.h"
 #include "harness/case/model_fields.h"
+#include "harness/case/parallel.h"
 #include "harness/case/parallel_sizes.h"
 #include "shardproof/algebra/strategy.h"
 #include "shardproof/base/check.h"
@@ -420,9 +421,7 @@ void validate(const Case& c) {
     SHARD_REQUIRE(step.rounds >= 1 && step.sync_every >= 1 && step.lr_percent >= 0 && step.frozen >= 0, "case",
                   "accumulate({}) and sync({}) must be at least 1, lr({}) and freeze({}) at least 0", step.rounds,
                   step.sync_every, step.lr_percent, step.frozen);
-    SHARD_REQUIRE(step.rounds == 1 || c.model.llama.balance_over == golden::Llama::BalanceOver::sequence, "case",
-                  "expert_balance_over=step has one forward in a step, which sees all of its tokens; leave out accumulate({})",
-                  step.rounds);
+    require_rounds(c.model, step.rounds, "case", fmt::format("leave out accumulate({})", step.rounds));
     SHARD_REQUIRE(frozen_parameters(c, step).size() < golden::parameter_shapes(model_of(c)).size(), "case",
                   "freeze({}) freezes all", step.frozen);
   }

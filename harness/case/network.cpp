@@ -318,6 +318,14 @@ LlamaOptions llama_options(const golden::Llama& m) {
   return o;
 }
 
+void begin_router_biases(torch::nn::Module& module, const golden::Llama& llama) {
+  if (llama.expert_lean == 0) return;
+  const at::NoGradGuard no_grad;
+  for (const auto& item : module.named_buffers())
+    if (item.key().ends_with("e_score_correction_bias"))
+      item.value().copy_(llama.expert_lean * (at::arange(llama.experts, at::kDouble).remainder(3) - 1));
+}
+
 // Module::to gives each a new impl's content by set_data, which LibTorch grants to some devices only.
 void move_to(torch::nn::Module& module, c10::Device device) {
   const at::NoGradGuard no_grad;

@@ -41,6 +41,9 @@ shardproof::LlamaOptions llama_options(const golden::Llama& llama);
 golden::Model described_model(const shardproof::checkpoint::HuggingFaceModel& described);
 shardproof::LoraOptions lora_options(const golden::Adapters& adapters);
 
+// Biases of routers, as golden runs begin.
+void begin_router_biases(torch::nn::Module& module, const golden::Llama& llama);
+
 // Parameters and buffers go there and stay the tensors that they are, those with two names, too.
 void move_to(torch::nn::Module& module, c10::Device device);
 

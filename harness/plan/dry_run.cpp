@@ -135,7 +135,7 @@ void add_routing(const DryRun& options, DryRunResult& result) {
            })->worst_bytes;
   };
   for (const Collective& call : result.record.collectives) {
-    if (groups[call.group].name != axes::ep || call.op != Op::all_to_all || !c10::isFloatingType(call.dtype)) continue;  // counts
+    if (groups[call.group].name != axes::ep || call.op != Op::all_to_all || !c10::isFloatingType(call.dtype)) continue;
     const auto size = static_cast<int64_t>(c10::elementSize(call.dtype));
     worst_bytes(axes::ep, Op::all_to_all) += std::max(own, rows.worst) * llama.hidden * size - call.bytes;
     // Rows come and go, and in between slices are summed once.

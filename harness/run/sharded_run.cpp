@@ -72,15 +72,6 @@ class UsersStream {
   const c10::Stream before_;
 };
 
-// As golden runs begin.
-void begin_router_biases(torch::nn::Module& module, const golden::Llama& llama) {
-  if (llama.expert_lean == 0) return;
-  const at::NoGradGuard no_grad;
-  for (const auto& item : module.named_buffers())
-    if (item.key().ends_with("e_score_correction_bias"))
-      item.value().copy_(llama.expert_lean * (at::arange(llama.experts, at::kDouble).remainder(3) - 1));
-}
-
 // One rank through the history, or through what lies between two loads.
 class RankRun {
  public:

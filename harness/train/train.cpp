@@ -68,9 +68,6 @@ void require_valid(const TrainOptions& options, const Case& c, const TrainingDat
   SHARD_REQUIRE(options.canonical || !options.model.canonical, "train", "--arithmetic canonical needs --canonical");
   SHARD_REQUIRE(!options.bf16 || !options.model.canonical, "train",
                 "--arithmetic canonical computes in float64: leave out --precision bf16");
-  SHARD_REQUIRE(!options.check || options.model.llama.expert_lean == 0, "train",
-                "--check with biases of routers that do not begin as zeros, as those of --weights of dots1, glm4_moe and "
-                "deepseek_v3 do not: the golden run does not know them. Leave out --check, or expert_lean in --model");
   SHARD_REQUIRE(!options.check || c.microbatch_ranks() == 1 || options.model.canonical, "train",
                 "--mesh {} cuts sums inside of the model, and the golden run adds whole ones: add --arithmetic canonical, or "
                 "leave --check out",
@@ -197,7 +194,10 @@ void validate(const TrainOptions& options, const TrainingData& data) {
   require_valid(options, c, data);
   require_experts_can_be_shared(options, c);
   require_golden_can_repeat(options, history);
-  BatchRule(options.global_batch, options.microbatch, c.data_ranks());
+  const BatchRule rule(options.global_batch, options.microbatch, c.data_ranks());
+  require_rounds(options.model, rule.rounds(), "train",
+                 fmt::format("set --microbatch {}, with which it has one, or leave it out",
+                             options.global_batch / c.data_ranks()));
 }
 
 TrainResult train(const TrainOptions& options, const TrainingData& data, const std::function<void(const TrainStep&)>& report,
@@ -217,10 +217,12 @@ TrainResult train(const TrainOptions& options, const TrainingData& data, const s
     return {.first_step = history.first_step};
   }
   std::optional<golden::Trainer> golden;
-  if (options.check)
-    golden.emplace(options.model, options.optimizer, initial_parameters(options, history), golden::SumOrder{},
+  if (options.check) {
+    const InitialValues initial = initial_values(options, history);
+    golden.emplace(options.model, options.optimizer, initial.parameters, golden::SumOrder{},
                    golden::Precision{.compute = options.bf16 ? at::kBFloat16 : at::kFloat}, golden::LossScaling{}, at::kFloat,
-                   /*jitter=*/0, options.device);
+                   /*jitter=*/0, options.device, /*ema=*/0, initial.buffers);
+  }
   const auto golden_step = [&](int64_t step) { return golden->step(training_step(options, data, history.of(step), step)); };
 
   const Copies copies = copies_of(c);

@@ -28,6 +28,7 @@
 #include "shardproof/nn/attention.h"
 #include "shardproof/nn/initialize.h"
 #include "shardproof/nn/meta_init.h"
+#include "shardproof/nn/state_buffers.h"
 #include "shardproof/optim/fingerprint_check.h"
 #include "shardproof/optim/optimizer.h"
 #include "shardproof/sharding/fully_shard.h"
@@ -70,6 +71,7 @@ Network network_of(const Case& c, const TrainOptions& options, bool filled_later
   }
   Network network = make_network(c.model, tensor_group);
   initialize_parameters(*network.module, options.seed);
+  begin_router_biases(*network.module, c.model.llama);
   move_to(*network.module, options.device);
   return network;
 }
@@ -175,6 +177,7 @@ golden::Microbatch microbatch_of(int64_t length, SampleRange range,
           1.0 / static_cast<double>(all * length)};
 }
 
+// Parameters, and buffers that are part of the state.
 std::map<std::string, at::Tensor> whole_weights(const golden::Model& model, const std::string& folder) {
   SHARD_REQUIRE(
       std::filesystem::exists(folder), "train",
@@ -188,6 +191,7 @@ std::map<std::string, at::Tensor> whole_weights(const golden::Model& model, cons
                                 {.strategy = strategy("ddp")});
     load_weights_of(folder, whole);
     values = whole.gather_main_parameters();
+    values.merge(buffers_of(*network.module).state);
   });
   return values;
 }
@@ -355,20 +359,23 @@ class RankTraining {
 
 }  // namespace
 
-golden::Named initial_parameters(const TrainOptions& options, const TrainHistory& history) {
+InitialValues initial_values(const TrainOptions& options, const TrainHistory& history) {
   const Network network = make_network(options.model);
   initialize_parameters(*network.module, options.seed);
+  InitialValues values;
   if (!history.weights.empty()) {
     const at::NoGradGuard no_grad;
     auto own = network.module->named_parameters();
-    for (const auto& [name, value] : whole_weights(options.model, history.weights)) own[name].copy_(value);
+    for (const auto& [name, value] : whole_weights(options.model, history.weights))
+      if (at::Tensor* parameter = own.find(name)) parameter->copy_(value);
+      else
+        values.buffers.emplace_back(name, value);
   }
-  golden::Named parameters;
   std::set<const c10::TensorImpl*> seen;  // a tied parameter counts under its first name
   for (const auto& item : network.module->named_parameters())
     if (seen.insert(item.value().unsafeGetTensorImpl()).second)
-      parameters.emplace_back(item.key(), item.value().detach().clone());
-  return parameters;
+      values.parameters.emplace_back(item.key(), item.value().detach().clone());
+  return values;
 }
 
 golden::Microbatch training_microbatch(const TrainingData& data, const BatchRule& rule, int64_t step,

@@ -21,7 +21,11 @@ class ReaderStopped : public std::runtime_error {
 };
 
 // Of the unsharded model, when the run began. Throws Error when it began with weights that are no longer there.
-golden::Named initial_parameters(const TrainOptions& options, const TrainHistory& history);
+struct InitialValues {
+  golden::Named parameters;
+  golden::Named buffers;  // those of the weights; empty where the run began without
+};
+InitialValues initial_values(const TrainOptions& options, const TrainHistory& history);
 
 // One microbatch: weight 1 / (tokens of the global batch), so that losses and gradients add up to those of
 // the mean, however the batch is cut.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from typing import Any, Optional
 
 import torch
@@ -12,14 +14,36 @@ from . import _C
 _BIAS = "e_score_correction_bias"
 
 
+def called_with(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
+    """What a module of experts is called with, (x, experts [tokens, choices], ..), by whatever names."""
+    kind = type(module).__name__
+    try:
+        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).args[1:] if kwargs else args
+    except TypeError as error:
+        raise _C.Error(f"[experts] a {kind} is called otherwise than its forward takes: {error}") from None
+    experts = given[1] if len(given) > 1 else None
+    if not isinstance(experts, torch.Tensor) or experts.dim() != 2 or experts.is_floating_point():
+        said = f"{list(experts.shape)} of {experts.dtype}" if isinstance(experts, torch.Tensor) else type(experts).__name__
+        raise _C.Error(
+            f"[experts] a {kind} has to be called with (x, experts [tokens, choices] of int64, ..), and its second argument is "
+            f"{said}"
+        )
+    return given
+
+
 def balance_loss(
-    logits: torch.Tensor, experts: torch.Tensor, *, sigmoid: bool = False, comm: Optional[_C.Comm] = None
+    logits: torch.Tensor,
+    experts: torch.Tensor,
+    *,
+    sigmoid: bool = False,
+    comm: Optional[_C.Comm] = None,
+    parts: Optional[_C.Comm] = None,
 ) -> torch.Tensor:
     """The loss of DeepSeek-V3 that falls as tokens spread over experts, a sum over tokens; multiply it by what it shall weigh.
 
     Each token adds the sum over experts e of ``f_e * p_e``. p_e is its probability of e, and f_e, a constant, the number of
-    experts times the part of the choices that went to e: of the token's sequence, which has to be
-    whole, or with a comm of all tokens of its ranks.
+    experts times the part of the choices that went to e: of the token's sequence, or with a comm of all tokens of its ranks.
+    A sequence has to be whole, or ``parts`` has to say who has the rest: a part would be taken for a sequence.
 
     Parameters
     ----------
@@ -31,12 +55,17 @@ def balance_loss(
         Probabilities are sigmoids divided by their sum, and not a softmax.
     comm : Comm, optional
         The ranks that have a step's tokens, each in one microbatch, e.g. ``sharded.comms.world``. Collective over them.
+    parts : Comm, optional
+        Without a comm: the ranks that have the other parts of these sequences, which come in the same order there, e.g.
+        ``comms.along("cp")``. Collective over them.
     """
     if logits.dim() != 3 or experts.dim() != 3 or logits.shape[:2] != experts.shape[:2]:
         raise _C.Error(
             "[experts] balance_loss takes logits [sequences, tokens, experts] and experts [sequences, tokens, choices], got "
             f"{list(logits.shape)} and {list(experts.shape)}"
         )
+    if comm is not None and parts is not None:
+        raise _C.Error("[experts] balance_loss got a comm, of all tokens of a step, and parts, of sequences. Give one of them")
     wide = logits if logits.dtype == torch.float64 else logits.float()
     probabilities = wide.softmax(-1)
     if sigmoid:
@@ -48,6 +77,8 @@ def balance_loss(
     if comm is not None:
         counts = counts.sum(0, keepdim=True)
         comm.all_reduce(counts)
+    if parts is not None:
+        parts.all_reduce(counts)
     shares = counts / counts.sum(1, keepdim=True).clamp(min=1) * logits.shape[-1]
     return (probabilities * shares.to(wide.dtype).unsqueeze(1)).sum()
 
@@ -61,8 +92,9 @@ class RouterBiases:
     """Moves the biases by which routers choose, as DeepSeek-V3 was trained; transformers has them and never moves them.
 
     A layer with the child ``experts``, called with (x, experts [tokens, choices], ..), and a child with the buffer
-    ``e_score_correction_bias``, has such a bias. What its training forwards choose is counted. Tokens of ranks along tp count
-    as often as there are such ranks, and those of units that are recomputed twice, all alike, which changes no sign.
+    ``e_score_correction_bias``, has such a bias. What its training forwards choose is counted, and not what those of a copy
+    choose. Tokens of ranks along tp count as often as there are such ranks, and those of units that are recomputed twice, all
+    alike, which changes no sign.
 
     Parameters
     ----------
@@ -87,15 +119,17 @@ class RouterBiases:
             if gates and isinstance(experts, nn.Module):
                 counts = torch.zeros(gates[0].get_buffer(_BIAS).numel(), dtype=torch.float64)
                 self.layers.append((gates[0], counts))
-                experts.register_forward_pre_hook(self._counting(counts))
+                experts.register_forward_pre_hook(self._counting(experts, counts), with_kwargs=True)
         if not self.layers:
             raise _C.Error(f"[experts] the model has no layer with 'experts' beside a module with the buffer {_BIAS}")
 
     @staticmethod
-    def _counting(counts: torch.Tensor) -> Any:
-        def hook(experts: nn.Module, args: tuple) -> None:
-            if experts.training and torch.is_grad_enabled():
-                chosen = args[1].detach().flatten()
+    def _counting(counted: nn.Module, counts: torch.Tensor) -> Any:
+        own = weakref.ref(counted)  # copies of the model have this hook, too
+
+        def hook(experts: nn.Module, args: tuple, kwargs: dict) -> None:
+            if experts is own() and experts.training and torch.is_grad_enabled():
+                chosen = called_with(experts, args, kwargs)[1].detach().flatten()
                 counts.add_(torch.bincount(chosen[chosen >= 0], minlength=len(counts)).cpu())
 
         return hook
@@ -113,6 +147,6 @@ class RouterBiases:
         self.forget()
 
     def forget(self) -> None:
-        """For a step that is skipped, forwards whose gradients are dropped, and before a load."""
+        """For a step that is skipped or threw, forwards whose gradients are dropped, and before a load."""
         for _, counts in self.layers:
             counts.zero_()

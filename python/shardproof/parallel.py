@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from . import _C
+from .experts import called_with
 from .ranks import mesh_comm
 from .sharded import sharded_of
 from .sharding import mirrors
@@ -189,7 +190,11 @@ def _styled(call: _C.StyledCall, plain, kind: str):
 
 
 def _shared(call: _C.StyledCall, part: nn.Module, plain, count: int):
-    def forward(x, experts, weights):
+    def forward(*args, **kwargs):
+        given = called_with(part, args, kwargs)
+        if len(given) != 3:
+            raise _C.Error(f"[tensor_parallel] experts that ranks share take (x, experts, weights), got {len(given)} arguments")
+        x, experts, weights = given
         dispatch = call.dispatch(experts, count)
         rows, own = dispatch.rows(x), dispatch.experts().unsqueeze(1)
         if len(rows):

@@ -106,3 +106,93 @@ def test_losses_of_ranks_are_those_of_one_with_all_tokens(sigmoid, whole):
         return (balance + shardproof.z_loss(own)).item()
 
     assert sum(shardproof.run_threads(2, body)) == pytest.approx(expected.item())
+
+
+def test_parts_of_sequences_are_balanced_as_the_whole_sequences():
+    torch.manual_seed(1)
+    logits = torch.randn(2, 5, 4, dtype=torch.float64)
+    experts = logits.topk(2).indices
+    expected = by_hand(logits, experts, False, False)
+
+    def body(comm):
+        part = slice(0, 3) if comm.rank == 0 else slice(3, 5)
+        with pytest.raises(shardproof.Error, match="parts, of sequences. Give one of them"):
+            shardproof.balance_loss(logits, experts, comm=comm, parts=comm)
+        return shardproof.balance_loss(logits[:, part], experts[:, part], parts=comm).item()
+
+    assert sum(shardproof.run_threads(2, body)) == pytest.approx(expected.item())
+
+
+class Named(nn.Module):
+    """Experts whose arguments have names of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 6, 6) / 6)
+
+    def forward(self, rows, chosen, weighed_by):
+        one_of = nn.functional.one_hot(chosen, len(self.weight)).to(rows)
+        return torch.einsum("tk,tke,eoi,ti->to", weighed_by, one_of, self.weight, rows)
+
+
+class Turned(Named):
+    def forward(self, rows, weighed_by, chosen):
+        return super().forward(rows, chosen, weighed_by)
+
+
+class ByKeyword(nn.Module):
+    def __init__(self, experts):
+        super().__init__()
+        self.gate = nn.Linear(6, 5)
+        self.gate.register_buffer("e_score_correction_bias", torch.zeros(5))
+        self.experts = experts
+
+    def forward(self, x):
+        scores = self.gate(x).sigmoid()
+        chosen = (scores + self.gate.e_score_correction_bias).topk(2).indices
+        return x + self.experts(x, weighed_by=scores.gather(1, chosen), chosen=chosen)
+
+
+def test_experts_may_be_called_by_keywords_and_what_is_no_choice_is_refused():
+    torch.manual_seed(2)
+    layer, x = ByKeyword(Named()), torch.randn(4, 7, 6)
+    own = copy.deepcopy(layer)
+    biases = shardproof.RouterBiases(own, rate=0.5)
+    for part in x:
+        own(part).square().sum().backward()
+    biases.update(None)
+    assert own.gate.e_score_correction_bias.abs().max() == 0.5
+
+    def body(comm):
+        shared, comms = copy.deepcopy(layer), shardproof.MeshComm(comm, "dp_shard=2")
+        shardproof.parallelize(shared, comms, plan={"experts": ExpertParallel(2)})
+        biases = shardproof.RouterBiases(shared, rate=0.5)
+        for part in x[2 * comm.rank :][:2]:
+            shared(part).square().sum().backward()
+        biases.update(comm)
+        assert torch.equal(shared.gate.e_score_correction_bias, own.gate.e_score_correction_bias)
+        gradient = shared.gate.weight.grad.clone()
+        comm.all_reduce(gradient)
+        assert torch.allclose(gradient, own.gate.weight.grad, rtol=1e-4, atol=1e-6)
+        with pytest.raises(shardproof.Error, match="otherwise than its forward takes.*missing.*'chosen'"):
+            shared.experts(x[0], weighed_by=x[0])
+        with pytest.raises(shardproof.Error, match=r"got 2 arguments"):
+            shared.experts(x[0], torch.zeros(7, 2, dtype=torch.long))
+
+    shardproof.run_threads(2, body)
+    turned = ByKeyword(Turned())
+    shardproof.RouterBiases(turned, rate=0.5)
+    with pytest.raises(shardproof.Error, match=r"a Turned has to be called with .*argument is \[7, 2\] of torch.float32"):
+        turned(x[0])
+
+
+def test_what_a_copy_of_the_model_chooses_is_not_counted():
+    torch.manual_seed(2)
+    layer, x = ByKeyword(Named()), torch.randn(7, 6)
+    biases = shardproof.RouterBiases(layer, rate=0.5)
+    copy.deepcopy(layer)(x)
+    biases.update(None)
+    assert layer.gate.e_score_correction_bias.abs().max() == 0
+    layer(x)
+    biases.update(None)
+    assert layer.gate.e_score_correction_bias.abs().max() == 0.5

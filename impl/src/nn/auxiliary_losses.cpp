@@ -16,7 +16,7 @@ struct AuxiliaryRecord {
   at::Tensor sum;       // of the losses so far
   at::Tensor gradient;  // that of the sum, from when a backward has come to it to its end
   std::vector<std::function<void()>> counts;
-  bool is_added = false;
+  bool is_added = false, is_dropped = false;
 };
 
 namespace {
@@ -94,7 +94,13 @@ AuxiliaryScope& auxiliary_scope() {
 AuxiliaryLosses::AuxiliaryLosses()
     : record_(std::make_shared<AuxiliaryRecord>()), before_(std::exchange(auxiliary_scope().record, record_)) {}
 
+bool is_dropped(const AuxiliaryRecord& record) {
+  return record.is_dropped;
+}
+
 AuxiliaryLosses::~AuxiliaryLosses() {
+  record_->is_dropped = !record_->is_added;
+  record_->counts.clear();
   if (auxiliary_scope().record == record_) auxiliary_scope().record = std::move(before_);
 }
 

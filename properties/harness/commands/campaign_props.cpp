@@ -331,16 +331,6 @@ TEST(Verdict, a_run_that_diverges_is_compared_up_to_there_and_refused) {
   EXPECT_GT(verdict.values_compared, 0);
 }
 
-// The window hides the pair that is out of range, and the sharded run multiplies it all the same.
-TEST(Verdict, what_queries_do_not_see_is_in_range_or_both_runs_refuse) {
-  const Verdict verdict = run_case(Case::parse(
-      "llama(layers=1,hidden=48,heads=6,kv_heads=3,intermediate=1,vocab=4,positions=3,dropout=0.25,theta=500000,rope_positions=1,"
-      "window=2,document_end=1,experts=2,top_k=2,score=sigmoid) mesh(dp_shard=7,cp=2) zero3(units=root,alignment_bytes=64,"
-      "loss=sum,arithmetic=canonical,attention=gathered,context=contiguous) adam(lr=0.1) canonical seed=278835 : "
-      "step*4 save step load@strategy(zero1) step"));
-  EXPECT_TRUE(verdict.diverged()) << verdict.str();
-}
-
 // The steps that are compared are the first ones of the whole history, with its learning rates.
 TEST(Verdict, a_run_that_diverges_under_a_schedule_is_compared_up_to_there) {
   const Verdict verdict = run_case(

@@ -316,3 +316,13 @@ TEST(Oracle, a_number_that_float32_has_right_by_luck_is_no_difference) {
   EXPECT_EQ(outcome.compared, 1);
   for (const auto& [differing, what] : outcome.differences) ADD_FAILURE() << what;
 }
+
+// The window hides the pair that is out of range, and the sharded run multiplies it all the same.
+TEST(Verdict, what_queries_do_not_see_is_in_range_or_both_runs_refuse) {
+  const Verdict verdict = run_case(Case::parse(
+      "llama(layers=1,hidden=48,heads=6,kv_heads=3,intermediate=1,vocab=4,positions=3,dropout=0.25,theta=500000,"
+      "rope_positions=1,window=2,document_end=1,experts=2,top_k=2,score=sigmoid) mesh(dp_shard=7,cp=2) "
+      "zero3(units=root,alignment_bytes=64,loss=sum,arithmetic=canonical,attention=gathered,context=contiguous) adam(lr=0.1) "
+      "canonical seed=278835 : step*4 save step load@strategy(zero1) step"));
+  EXPECT_TRUE(verdict.diverged()) << verdict.str();
+}

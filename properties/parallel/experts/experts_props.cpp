@@ -230,8 +230,8 @@ TEST(Experts, experts_come_from_the_groups_whose_two_best_are_best) {
   EXPECT_TRUE(at::equal(two.experts, matrix({{5, 2, 3}})));
 }
 
-// The logits 1 and 1 + 2^-9 are one number of bfloat16, of which the first expert would get the token. Only the second one gives
-// anything.
+// The logits 1 and 1 + 2^-9 are one number of bfloat16, of which the first expert would get the token. Only the second one
+// gives anything.
 TEST(Experts, of_sigmoids_logits_that_are_one_in_bfloat16_are_two) {
   RouterOptions options{.experts = 2, .experts_per_token = 1, .score = RouterScore::sigmoid};
   for (const RouterScore score : {RouterScore::sigmoid, RouterScore::softmax}) {

@@ -390,6 +390,59 @@ TEST(Routers, a_balance_over_the_step_has_one_forward_in_a_step) {
     EXPECT_TRUE(same_bits(gradients[i], gradients[i % each])) << i;
 }
 
+TEST(Routers, know_from_parallelize_alone_which_ranks_have_the_tokens_of_a_step) {
+  const auto gradient_of = [](MoeMlp& moe, const at::Tensor& x) {
+    AuxiliaryLosses auxiliary;
+    auxiliary.add_to(call(moe, x).square().sum()).backward();
+    return moe->named_parameters()["gate.weight"].grad();
+  };
+  const std::vector<at::Tensor> parts = {batch(2), batch(5)};
+  MoeMlp whole = layer(over_step(RouterScore::sigmoid));
+  const at::Tensor expected = gradient_of(whole, at::cat(parts));
+  on_mesh(ranks(2), [&](const std::shared_ptr<MeshComm>& comms) {
+    MoeMlp moe = layer(over_step(RouterScore::sigmoid));
+    const TensorParallel parallel = parallelize(moe.ptr(), comms, {.styles = {{"experts", ExpertParallel{.ranks = 2}}}});
+    at::Tensor sum = gradient_of(moe, parts[static_cast<size_t>(comms->rank())]).clone();
+    comms->world().all_reduce(sum).wait();
+    EXPECT_TRUE(at::allclose(sum, expected, 1e-4, 1e-5)) << sum << expected;
+  });
+}
+
+// What is thrown in a forward ends its AuxiliaryLosses.
+TEST(Routers, a_forward_that_threw_leaves_nothing_to_the_next_one) {
+  RouterOptions options = over_step(RouterScore::sigmoid);
+  options.bias_rate = 0.125;
+  std::vector<at::Tensor> gradients, biases;
+  for (const bool recompute : {false, true})
+    for (const bool throws : {false, true})
+      on_mesh(ranks(2), [&](const std::shared_ptr<MeshComm>& comms) {
+        MoeMlp moe = layer(options);
+        Sharded sharded = fully_shard(moe.ptr(), comms, {.recompute = recompute ? UnitSelector(everything) : UnitSelector()});
+        struct Ended {};
+        const auto forward = [&](int64_t salt, bool ends) {
+          AuxiliaryLosses auxiliary;
+          const at::Tensor output = call(moe, batch(salt));
+          if (ends) throw Ended();
+          return auxiliary.add_to(output.square().sum());
+        };
+        for (int64_t step = 0; step < 2; ++step) {
+          if (throws) {
+            EXPECT_THROW(forward(5 + comms->rank(), true), Ended);
+          }
+          forward(3 + comms->rank() + step, false).backward();
+          expect_error([&] { (void)forward(5, false); }, {"experts", "a second training forward in a step"});
+          const at::Tensor gradient = sharded.gather_gradients().at("gate.weight").clone();
+          sharded.zero_gradients();
+          update_router_biases(*moe, *comms);
+          if (comms->rank() != 0) continue;
+          gradients.push_back(gradient);
+          biases.push_back(moe->named_buffers()["gate.e_score_correction_bias"].clone());
+        }
+      });
+  for (size_t i = 0; i < 8; ++i)
+    EXPECT_TRUE(same_bits(gradients[i], gradients[i % 2]) && same_bits(biases[i], biases[i % 2])) << i;
+}
+
 TEST(Routers, a_loss_that_nobody_takes_is_an_error) {
   MoeMlp moe = layer(options_with(0.5, 0, 0));
   expect_error([&] { call(moe, batch(1)); }, {"auxiliary_losses", "nobody collects it", "Make an AuxiliaryLosses"});

@@ -182,17 +182,21 @@ TEST(Slices, of_experts_load_under_any_cut_and_leave_no_trace_in_canonical_arith
 
 TEST(Slices, of_what_is_no_expert_are_refused_by_name) {
   on_mesh(Mesh({{"dp_shard", 2}, {"tp", 2}}), [](const std::shared_ptr<MeshComm>& comms) {
-    const auto refuse = [&](const std::string& name, std::vector<int64_t> sizes, std::initializer_list<std::string> says) {
+    using Sizes = std::map<std::string, std::vector<int64_t>>;
+    const auto refuse = [&](const Sizes& parameters, std::initializer_list<std::string> says) {
       auto module = std::make_shared<torch::nn::Module>("Own");
-      module->register_parameter(name, at::ones(sizes));
+      for (const auto& [name, sizes] : parameters) module->register_parameter(name, at::ones(sizes));
       expect_error(
           [&] {
             (void)parallelize(module, comms, {.styles = {{"", ExpertParallel{.ranks = 2, .cut_inside = true}}}});
           },
           says);
     };
-    refuse("weight", {4, 6, 6}, {"cut_inside", "gate_up_proj", "weight [4, 6, 6]"});
-    refuse("gate_up_proj", {4, 5, 6}, {"2 * intermediate", "gate_up_proj [4, 5, 6]"});
+    refuse({{"weight", {4, 6, 6}}}, {"cut_inside", "gate_up_proj", "weight [4, 6, 6]"});
+    refuse({{"gate_up_proj", {4, 6, 6}}}, {"module '' has gate_up_proj [4, 6, 6]. Leave cut_inside out"});
+    refuse({{"gate_up_proj", {4, 5, 6}}, {"down_proj", {4, 6, 2}}}, {"2 * intermediate", "gate_up_proj [4, 5, 6]"});
+    refuse({{"gate_up_proj", {4, 6, 6}}, {"down_proj", {4, 6, 4}}}, {"down_proj [4, 6, 4]"});
+    refuse({{"gate_up_proj", {4, 6, 6}}, {"down_proj", {4, 5, 3}}}, {"down_proj [4, 5, 3]"});
   });
   on_mesh(parity::ranks(2), [](const std::shared_ptr<MeshComm>& comms) {
     Experts experts(4, 6, 4);

@@ -48,5 +48,7 @@ struct AuxiliaryScope {
   bool runs_again = false;                  // then the first run has added everything
 };
 AuxiliaryScope& auxiliary_scope();
+// Whether its AuxiliaryLosses ended without `add_to`, as where a forward threw.
+bool is_dropped(const AuxiliaryRecord& record);
 
 }  // namespace shardproof

@@ -98,7 +98,8 @@ std::vector<int64_t> heard(std::span<const int64_t> words, int64_t own, const Co
   for (int64_t from = 0; from < group.size(); ++from) {
     const std::span<const int64_t> told = words.subspan(static_cast<size_t>(from * (own + 1)), static_cast<size_t>(own + 1));
     SHARD_REQUIRE(std::ranges::count(told, -1) == 0, "experts",
-                  "rank {} of '{}' sent a token to an expert that there is not; its own message says which", from, group.name());
+                  "rank {} of '{}' sent a token to an expert that there is not; its own message says which", from,
+                  group.name());
     counts.insert(counts.end(), told.begin(), told.end() - 1);
   }
   return counts;
@@ -150,7 +151,8 @@ Dispatch::Dispatch(const at::Tensor& chosen, int64_t count, std::shared_ptr<Comm
   order_ = order.narrow(0, flat.numel() - rows, rows);
   if (!group_) return;
   sent_ = sums_of(blocks_, sizes);
-  blocks_ = chosen.is_meta() ? from_each(blocks_, sizes, group_->rank()) : heard(std::span(known).subspan(blocks_.size()), own_, *group_);
+  blocks_ = chosen.is_meta() ? from_each(blocks_, sizes, group_->rank())
+                             : heard(std::span(known).subspan(blocks_.size()), own_, *group_);
   received_ = sums_of(blocks_, std::vector(sizes.size(), own_));
 }
 

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "shardproof/base/check.h"
-#include "shardproof/nn/auxiliary_losses.h"
 
 namespace shardproof {
 namespace {
@@ -160,15 +159,16 @@ Routes Router::choose(const at::Tensor& logits) {
 // all as often, and the part of the tokens is the same double. A forward that runs again takes what the first one has found.
 at::Tensor Router::busyness(const at::Tensor& chosen, int64_t sequences) {
   const bool over_step = options_.balance_over == BalanceOver::step;
-  const bool runs_again = auxiliary_scope().runs_again;
-  SHARD_REQUIRE(!over_step || runs_again == step_busyness_.defined(), "experts",
+  const auto& [record, runs_again] = auxiliary_scope();
+  const bool has_counts = step_record_ && (runs_again ? step_record_ == record : !is_dropped(*step_record_));
+  SHARD_REQUIRE(!over_step || runs_again == has_counts, "experts",
                 "a second training forward in a step with a balance loss over the step: its tokens would have counted in the "
                 "first. Take one microbatch in a step, or BalanceOver::sequence; after a step call update_router_biases, and "
                 "forget_router_counts where its gradients are dropped, and neither before its last backward");
   if (over_step && runs_again) return step_busyness_;
   SHARD_REQUIRE(!over_step || step_ranks_ || !rule, "experts",
-                "a balance loss over the step on a rank that has parts of sequences, and of no mesh. Call fully_shard, or "
-                "share_router_counts");
+                "a balance loss over the step on a rank that has parts of sequences, and of no mesh. Call parallelize or "
+                "fully_shard, or share_router_counts");
   const int64_t rows = over_step ? 1 : sequences;
   const at::Tensor own = chosen.view({rows, rows == 0 ? 0 : chosen.numel() / rows});
   at::Tensor counts = at::zeros({rows, options_.experts}, chosen.options().dtype(at::kDouble));
@@ -180,7 +180,7 @@ at::Tensor Router::busyness(const at::Tensor& chosen, int64_t sequences) {
   const auto experts = static_cast<double>(options_.experts), each = static_cast<double>(options_.experts_per_token);
   const at::Tensor tokens = counts.sum(1, /*keepdim=*/true).div_(each).clamp_min_(1);
   const at::Tensor busy = counts / tokens * (options_.balance_loss * experts / each);
-  if (over_step) step_busyness_ = busy;
+  if (over_step) step_busyness_ = busy, step_record_ = record;
   return busy;
 }
 
@@ -202,7 +202,7 @@ at::Tensor Router::with_losses(const at::Tensor& logits, const at::Tensor& chose
 void update_router_biases(torch::nn::Module& module, MeshComm& comms) {
   const at::NoGradGuard no_grad;
   each_router(module, [&](Router& router) {
-    router.step_busyness_ = at::Tensor();
+    router.forget_step();
     if (router.options_.bias_rate == 0) return;
     at::Tensor counts = at::tensor(*router.counts_, router.bias_.options().dtype(at::kDouble));
     comms.world().all_reduce(counts).wait();
@@ -215,7 +215,7 @@ void update_router_biases(torch::nn::Module& module, MeshComm& comms) {
 
 void forget_router_counts(torch::nn::Module& module) {
   each_router(module, [](Router& router) {
-    router.step_busyness_ = at::Tensor();
+    router.forget_step();
     if (router.counts_) std::ranges::fill(*router.counts_, 0);
   });
 }

@@ -5,6 +5,7 @@
 #include <torch/nn/modules/linear.h>
 
 #include <algorithm>
+#include <map>
 
 #include "parallel/tensor/parallel_linear.h"
 #include "parallel/tensor/placements.h"
@@ -233,14 +234,26 @@ class Whole final : public StyleHooks {
   }
 };
 
-// Cuts a parameter inside of each expert: the rows of gate and of up, or the columns of down.
-Layout slice_experts(Layout layout, const ParallelState& state, const std::string& module, const std::string& parameter,
-                     const Shape& shape) {
-  const bool is_first = parameter == "gate_up_proj", is_last = parameter == "down_proj";
-  SHARD_REQUIRE((is_first && shape.size() == 3 && shape[1] % 2 == 0) || (is_last && shape.size() == 3), "tensor_parallel",
+constexpr const char *kFirst = "gate_up_proj", *kLast = "down_proj";  // of experts that can be cut inside
+
+void require_slices(const std::string& name, const torch::nn::Module& module) {
+  std::map<std::string, Shape> shapes;
+  std::vector<std::string> said;
+  for (const auto& item : module.named_parameters()) {
+    shapes[item.key()] = item.value().sizes().vec();
+    said.push_back(fmt::format("{} [{}]", item.key(), fmt::join(item.value().sizes(), ", ")));
+  }
+  const Shape first = shapes[kFirst], last = shapes[kLast];
+  SHARD_REQUIRE(shapes.size() == 2 && first.size() == 3 && last.size() == 3 && first == Shape({last[0], 2 * last[2], last[1]}),
+                "tensor_parallel",
                 "style ExpertParallel with cut_inside needs gate_up_proj [experts, 2 * intermediate, hidden] and down_proj "
-                "[experts, hidden, intermediate], and module '{}' has {} [{}]. Leave cut_inside out",
-                module, parameter, fmt::join(shape, ", "));
+                "[experts, hidden, intermediate], and module '{}' has {}. Leave cut_inside out",
+                name, fmt::join(said, ", "));
+}
+
+// Cuts a parameter inside of each expert: the rows of gate and of up, or the columns of down.
+Layout slice_experts(Layout layout, const ParallelState& state, const std::string& parameter, const Shape& shape) {
+  const bool is_first = parameter == kFirst;
   const std::vector<CutSegment> halves(is_first ? 2 : 0, CutSegment{shape[1] / 2});
   return split_dim(std::move(layout), is_first ? 1 : 2, state.split(halves));
 }
@@ -273,6 +286,7 @@ class SharedExperts final : public StyleHooks {
           "buffer {} of module '{}' has a row for each of {} experts, and the style ExpertParallel cuts parameters only. "
           "Make it a parameter, or keep it outside of the module",
           buffer.key(), name, count(parameters.front()));
+    if (style.cut_inside) require_slices(name, module);
     Comm& group = owner->share_experts(style);
     if (group.size() > 1) group_ = group.shared();
     if (style.cut_inside && owner->parts() > 1) slices_ = owner->group().shared();
@@ -280,10 +294,7 @@ class SharedExperts final : public StyleHooks {
       const at::Tensor& parameter = item.value();
       const Shape shape = parameter.sizes().vec();
       Layout layout = group_ ? split_dim(replicated(), 0, Split{axes::ep}) : replicated();
-      if (style.cut_inside) {
-        const Layout cut = slice_experts(layout, *owner, name, item.key(), shape);
-        if (slices_) layout = cut;
-      }
+      if (slices_) layout = slice_experts(std::move(layout), *owner, item.key(), shape);
       if (group_) take_values_of_rank_0(parameter, group);  // those along edp follow later
       if (group_ || slices_) cut_to(*owner, parameter, {name_in(*owner, parameter), shape, layout});
     }

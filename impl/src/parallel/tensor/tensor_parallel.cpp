@@ -12,6 +12,7 @@
 #include "shardproof/base/name_pattern.h"
 #include "shardproof/nn/canonical/canonical.h"
 #include "shardproof/nn/state_buffers.h"
+#include "shardproof/parallel/experts/router.h"
 
 namespace shardproof {
 namespace {
@@ -96,6 +97,7 @@ std::vector<std::pair<std::string, at::Tensor>> TensorParallel::gather_parameter
 TensorParallel parallelize(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ParallelPlan plan) {
   SHARD_REQUIRE(plan.overlap_pieces >= 1, "tensor_parallel",
                 "the plan has overlap_pieces={}; it must be at least 1, with which products stay whole", plan.overlap_pieces);
+  share_router_counts(*module, comms);
   auto state = std::make_shared<ParallelState>(std::move(comms), plan);
   state->named = distinct_parameters(*module);
   state->canonical = uses_canonical_arithmetic(*module);

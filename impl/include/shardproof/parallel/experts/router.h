@@ -11,6 +11,7 @@
 
 #include "shardproof/comm/mesh_comm.h"
 #include "shardproof/nn/attention.h"
+#include "shardproof/nn/auxiliary_losses.h"
 #include "shardproof/nn/canonical/canonical.h"
 
 namespace shardproof {
@@ -48,8 +49,9 @@ struct RouterOptions {
   // layers of a microbatch, and can leave out padding. Here all tokens count, also those whose target is ignored.
   //
   // Over the step it is that of Megatron's global_aux_loss, and a step has one training forward: f_e of tokens that are not
-  // there yet is not known. A second one before update_router_biases or forget_router_counts throws Error. There is no balance
-  // over each microbatch: such a loss would change with the cut into microbatches, and with the number of ranks.
+  // there yet is not known. A second one before update_router_biases or forget_router_counts throws Error, unless the first one
+  // came to no add_to, as one that threw. There is no balance over each microbatch: such a loss would change with the cut into
+  // microbatches, and with the number of ranks.
   double balance_loss = 0;
   BalanceOver balance_over = BalanceOver::sequence;
   double z_loss = 0;  // for each token z_loss * log(sum of exp(logits))^2 (Zoph et al. 2022, "ST-MoE")
@@ -101,14 +103,16 @@ class Router : public SequencePart, public CanonicalPart {
 
   at::Tensor busyness(const at::Tensor& chosen, int64_t sequences);
   at::Tensor with_losses(const at::Tensor& logits, const at::Tensor& chosen, at::Tensor weights);
+  void forget_step() { step_busyness_ = at::Tensor(), step_record_ = nullptr; }
 
   RouterOptions options_;
   at::Tensor bias_;                              // [experts]; undefined where there is none
   std::shared_ptr<std::vector<double>> counts_;  // since the last update; passes may outlive this
   // For a balance over the step: who has its tokens, null where that is this rank alone, and f_e of the training forward since
-  // the last update, undefined before it.
+  // the last update, undefined before it, with what collects the losses of that forward.
   std::shared_ptr<MeshComm> step_ranks_;
   at::Tensor step_busyness_;
+  std::shared_ptr<AuxiliaryRecord> step_record_;
 };
 
 // Moves the biases of every Router below the module by what this step's training forwards have chosen, on all ranks. Ranks
@@ -117,7 +121,7 @@ class Router : public SequencePart, public CanonicalPart {
 void update_router_biases(torch::nn::Module& module, MeshComm& comms);
 // For a step that is skipped, forwards whose gradients are dropped, and before a load.
 void forget_router_counts(torch::nn::Module& module);
-// Tells every Router below the module that the ranks of the mesh have a step's tokens. `fully_shard` does it.
+// Tells every Router below the module that the ranks of the mesh have a step's tokens. `parallelize` and `fully_shard` do it.
 void share_router_counts(torch::nn::Module& module, const std::shared_ptr<MeshComm>& comms);
 
 }  // namespace shardproof
