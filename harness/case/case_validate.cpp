@@ -6,7 +6,6 @@
 #include "harness/case/case.h"
 #include "harness/case/mesh_order.h"
 #include "harness/case/model_fields.h"
-#include "harness/case/parallel.h"
 #include "harness/case/parallel_sizes.h"
 #include "shardproof/algebra/strategy.h"
 #include "shardproof/base/check.h"

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "shardproof/base/check.h"
+
 namespace harness {
 namespace {
 
@@ -311,6 +313,14 @@ std::vector<int64_t> smaller(int64_t value, int64_t least) {
   for (const int64_t candidate : {least, (least + value) / 2, value - 1})
     if (least <= candidate && candidate < value) values.push_back(candidate);
   return values;
+}
+
+void require_rounds(const golden::Model& model, int64_t rounds, const char* command, const std::string& to_do) {
+  if (rounds == 1 || model.llama.balance_over == golden::Llama::BalanceOver::sequence) return;
+  throw shardproof::Error(
+      fmt::format("[{}] expert_balance_over=step has one forward in a step, which sees all of its tokens, and a step has {} "
+                  "microbatches; {}",
+                  command, rounds, to_do));
 }
 
 }  // namespace harness

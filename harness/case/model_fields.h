@@ -1,6 +1,7 @@
 // What the model of a case is made of, in one table for each kind. A field in it is printed, parsed and shrunk.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <tuple>
@@ -34,5 +35,8 @@ auto expert_fields(Llama& m) {
 
 // Numbers from `least` to below `value`: the least, one halfway, and the one before.
 std::vector<int64_t> smaller(int64_t value, int64_t least);
+
+// Throws Error when the model's balance of experts is over a step, and a step has several microbatches. `to_do`: about those.
+void require_rounds(const golden::Model& model, int64_t rounds, const char* command, const std::string& to_do);
 
 }  // namespace harness

@@ -94,14 +94,6 @@ void require_expert_ranks(const Case& c, const char* command) {
                     command, ranks, c.mesh.str()));
 }
 
-void require_rounds(const golden::Model& model, int64_t rounds, const char* command, const std::string& to_do) {
-  if (rounds == 1 || model.llama.balance_over == golden::Llama::BalanceOver::sequence) return;
-  throw shardproof::Error(
-      fmt::format("[{}] expert_balance_over=step has one forward in a step, which sees all of its tokens, and a step has {} "
-                  "microbatches; {}",
-                  command, rounds, to_do));
-}
-
 ContextOptions context_options(const Case& c) {
   return {.attention = static_cast<ContextAttention>(c.options.context_attention), .split = context_split(c)};
 }

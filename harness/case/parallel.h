@@ -18,9 +18,6 @@ shardproof::ParallelPlan parallel_plan(const Case& c);
 // one whose options --expert-ranks and --cut-experts these are.
 void require_expert_ranks(const Case& c, const char* command);
 
-// Throws Error when the model's balance of experts is over a step, and a step has several microbatches. `to_do`: about those.
-void require_rounds(const golden::Model& model, int64_t rounds, const char* command, const std::string& to_do);
-
 shardproof::ContextOptions context_options(const Case& c);
 
 // The parameters of which the ranks along tp hold different pieces, and how many of these ranks hold the same one (key heads

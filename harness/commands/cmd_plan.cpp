@@ -8,7 +8,7 @@
 #include <optional>
 
 #include "harness/case/network.h"
-#include "harness/case/parallel.h"
+#include "harness/case/model_fields.h"
 #include "harness/commands/choices.h"
 #include "harness/commands/commands.h"
 #include "harness/commands/json_lines.h"

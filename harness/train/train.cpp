@@ -9,6 +9,7 @@
 
 #include "golden/train.h"
 #include "harness/case/mesh_order.h"
+#include "harness/case/model_fields.h"
 #include "harness/case/parallel.h"
 #include "harness/case/problem.h"
 #include "harness/compare/step_difference.h"
