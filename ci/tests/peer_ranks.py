@@ -23,10 +23,12 @@ def run_ranks(script, world, arguments, fresh=False):
     """The standard output of every rank; AssertionError with what all said when one failed, which ends the others.
 
     Ranks are forks of this process, and find what it has imported: imports take longer than most scripts. Those of `fresh`
-    are interpreters of their own, whose sets have other orders, as a user's ranks are.
+    are interpreters of their own, whose sets have other orders, as a user's ranks are. A process that has touched CUDA needs
+    them.
     """
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [fork.Process(target=be_rank, args=(os.path.join(HERE, script), rank, world, arguments, folder, fresh))
+        path = os.path.join(HERE, script)
+        ranks = [fork.Process(target=be_rank, args=(path, rank, world, arguments, folder, fresh, os.getpid()))
                  for rank in range(world)]
         for rank in ranks:
             rank.start()
@@ -45,9 +47,15 @@ def run_ranks(script, world, arguments, fresh=False):
     return outputs
 
 
-def be_rank(script, rank, world, arguments, folder, fresh):
+def end_with_parent(parent):
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:  # which had ended before
+        os._exit(1)
+
+
+def be_rank(script, rank, world, arguments, folder, fresh, parent):
     """What `python script arguments` does, in this process."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # a rank ends with its parent
+    end_with_parent(parent)
     for number, kind in ((1, "out"), (2, "err")):
         with open(os.path.join(folder, f"{kind}{rank}"), "w") as file:
             os.dup2(file.fileno(), number)

@@ -122,7 +122,7 @@ class Plan(unittest.TestCase):
         self.assertTrue(any("dp_shard" in group for group in groups), groups)
 
     def test_bytes_of_experts_are_a_range_from_even_routing_to_all_tokens_on_one_rank(self):
-        tokens, chosen, layers, of_counts = 8, 2, 2, 8 * 8
+        tokens, chosen, layers, of_counts = 8, 2, 2, (8 + 2) * 8  # and a word to each rank
         # There and back, forwards and backwards.
         exchanged = [layers * (of_counts + 4 * rows * 16 * 4) for rows in (tokens * chosen, 2 * tokens * chosen)]
         lines, said = plan("--model", EXPERTS, "--mesh", "dp_shard=4", "--expert-ranks", "2")
@@ -130,7 +130,7 @@ class Plan(unittest.TestCase):
         worst = {(line["op"], line["group"]): line["worst_bytes"] for line in lines if line["type"] == "plan_traffic"}
         self.assertEqual(worst["all_to_all", "ep"], exchanged[1])
         self.assertEqual([(line["rows"], line["worst_rows"]) for line in lines if line["type"] == "plan_experts"], [(16, 32)])
-        self.assertRegex(said, r"all_to_all +ep +2 +10 +8\.12 KiB   to 16\.12 KiB")
+        self.assertRegex(said, r"all_to_all +ep +2 +10 +8\.16 KiB   to 16\.16 KiB")
         self.assertRegex(said, r"experts of the rank get 16 rows .*\n.*at most 32,")
         ranks = {(line["group"], line["ranks"]) for line in lines if line["type"] == "plan_traffic"}
         self.assertTrue({("dp_shard", 4), ("dp_shard", 2)} <= ranks, "experts are sharded over those that hold the same")

@@ -11,6 +11,7 @@
 #include "harness/train/train_checkpoint.h"
 #include "harness/train/train_weights.h"
 #include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/weight_names.h"
 
 namespace harness {
 namespace {
@@ -72,8 +73,9 @@ golden::Model model_of(const TrainArguments& arguments) {
 void add_model_options(CLI::App& app, TrainArguments& a) {
   TrainOptions& o = a.options;
   app.add_option("--weights", o.weights,
-                 "start from the weights in this folder of a Hugging Face model (GPT-2, Llama, Mistral, Qwen2, Qwen3), whose "
-                 "config.json says which model it is; a run that is resumed does not read it again");
+                 fmt::format("start from the weights in this folder of a Hugging Face model ({}), whose config.json says which "
+                             "model it is; a run that is resumed does not read it again",
+                             fmt::join(shardproof::checkpoint::weight_families(), ", ")));
   app.add_option("--model", a.model, "the model: gpt(layers=..,hidden=..,heads=..,vocab=..,positions=..[,tied]) or llama(...)")
       ->capture_default_str();
   app.add_option("--mesh", a.mesh, "the mesh as axis=RANKS,... with axes out of dp_replicate, dp_shard, cp and tp")

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <cstring>
+#include <type_traits>
 
 #include "shardproof/base/check.h"
 
@@ -61,6 +62,7 @@ void numbers(Bytes& bytes, Numbers& values) {
 // Of a tensor that is read no memory is there yet.
 template <class Bytes>
 void tensor(Bytes& bytes, at::Tensor& value) {
+  SHARD_CHECK((value.defined() || std::is_same_v<Bytes, Reader>), "harness", "a rank has a tensor of a step that nobody set");
   at::ScalarType dtype = value.defined() ? value.scalar_type() : at::kFloat;
   int64_t numel = value.defined() ? value.numel() : 0;
   plain(bytes, dtype, numel);

@@ -197,7 +197,7 @@ void validate(const TrainOptions& options, const TrainingData& data) {
   require_golden_can_repeat(options, history);
   const BatchRule rule(options.global_batch, options.microbatch, c.data_ranks());
   require_rounds(options.model, rule.rounds(), "train",
-                 fmt::format("set --microbatch {}, with which it has one, or leave it out",
+                 fmt::format("set --microbatch {}, with which a step has one, or take the balance over sequences",
                              options.global_batch / c.data_ranks()));
 }
 

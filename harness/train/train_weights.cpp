@@ -51,6 +51,9 @@ golden::Model model_of_weights(const std::string& folder) {
 
 golden::Model with_busy_experts(golden::Model model, const std::string& text) {
   const golden::Llama given = parse_model(text).llama;
+  SHARD_REQUIRE(given.expert_lean == 0, "train",
+                "--model has expert_lean={}, and routers have the biases of --weights. Leave out expert_lean",
+                given.expert_lean);
   golden::Llama& m = model.llama;
   std::tie(m.expert_balance, m.balance_over, m.expert_z, m.expert_capacity) =
       std::tie(given.expert_balance, given.balance_over, given.expert_z, given.expert_capacity);

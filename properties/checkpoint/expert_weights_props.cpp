@@ -223,7 +223,7 @@ TEST(ExpertWeights, that_no_family_computes_have_no_config) {
   for (const char* family : {"dots1", "glm4_moe", "deepseek_v3"}) {
     of_biases(family, [](O& o) { o.router.score = RouterScore::softmax; }, {"chosen by sigmoid"});
     of_biases(family, [](O& o) { o.router.capacity = 1; }, {"without a capacity"});
-    of_biases(family, [](O& o) { o.router.bias = false; }, {"chosen by sigmoid and a bias"});
+    of_biases(family, [](O& o) { o.router.bias = false; }, {"has a bias of each router's choice, and this model has none"});
     of_biases(family, [](O& o) { o.router.experts = o.router.groups = 4; }, {"groups of two or more"});
     of_biases(family, [](O& o) { o.shared_intermediate = 4; }, {"as wide as some of them together"});
   }

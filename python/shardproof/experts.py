@@ -14,15 +14,22 @@ from . import _C
 _BIAS = "e_score_correction_bias"
 
 
-def called_with(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
+def called_with(module: nn.Module, args: tuple, kwargs: dict, in_order: bool = False) -> tuple:
     """What a module of experts is called with, (x, experts [tokens, choices], ..), by whatever names."""
     kind = type(module).__name__
     try:
-        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).args[1:] if kwargs else args
+        bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs) if kwargs else None
     except TypeError as error:
         raise _C.Error(f"[experts] a {kind} is called otherwise than its forward takes: {error}") from None
+    by_name = bound.kwargs if bound else {}
+    if by_name and in_order:
+        raise _C.Error(
+            f"[experts] a {kind} takes {', '.join(by_name)} by keyword alone. Let its forward take (x, experts, weights) in this "
+            "order, by whatever names"
+        )
+    given = (*bound.args[1:], *by_name.values()) if bound else args
     experts = given[1] if len(given) > 1 else None
-    if not isinstance(experts, torch.Tensor) or experts.dim() != 2 or experts.is_floating_point():
+    if not isinstance(experts, torch.Tensor) or experts.dim() != 2 or experts.dtype != torch.int64:
         said = f"{list(experts.shape)} of {experts.dtype}" if isinstance(experts, torch.Tensor) else type(experts).__name__
         raise _C.Error(
             f"[experts] a {kind} has to be called with (x, experts [tokens, choices] of int64, ..), and its second argument is "

@@ -191,7 +191,7 @@ def _styled(call: _C.StyledCall, plain, kind: str):
 
 def _shared(call: _C.StyledCall, part: nn.Module, plain, count: int):
     def forward(*args, **kwargs):
-        given = called_with(part, args, kwargs)
+        given = called_with(part, args, kwargs, in_order=True)
         if len(given) != 3:
             raise _C.Error(f"[tensor_parallel] experts that ranks share take (x, experts, weights), got {len(given)} arguments")
         x, experts, weights = given

@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [HERE, os.path.join(HERE, os.pardir, os.pardir, "ci", "tests")]
 
-from peer_ranks import run_ranks  # noqa: E402
+from peer_ranks import end_with_parent, run_ranks  # noqa: E402
 
 
 def run_programs(whose, modules, *programs):
@@ -18,7 +18,8 @@ def run_programs(whose, modules, *programs):
 
     With "ours" the names of FSDP2 are this library's before the modules are imported.
     """
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as importer:
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, fork, initializer=end_with_parent, initargs=(os.getpid(),)) as importer:
         return importer.submit(import_and_run, whose, modules, programs).result()
 
 

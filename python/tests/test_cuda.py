@@ -42,4 +42,4 @@ def test_ranks_that_share_a_gpu_train_what_plain_pytorch_trains():
 
 @pytest.mark.skipif(GPUS < 4, reason=f"this needs 4 GPUs, and there are {GPUS}" if GPUS else WITHOUT)
 def test_ranks_with_a_gpu_each_train_over_nccl_on_a_mesh_of_two_axes():
-    run_ranks(os.path.join(HERE, "gloo_ranks.py"), 4, ["nccl"])
+    run_ranks(os.path.join(HERE, "gloo_ranks.py"), 4, ["nccl"], fresh=True)  # CUDA ends in forks

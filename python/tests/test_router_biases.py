@@ -140,6 +140,11 @@ class Turned(Named):
         return super().forward(rows, chosen, weighed_by)
 
 
+class KeywordOnly(Named):
+    def forward(self, rows, chosen, *, weighed_by):
+        return super().forward(rows, chosen, weighed_by)
+
+
 class ByKeyword(nn.Module):
     def __init__(self, experts):
         super().__init__()
@@ -151,6 +156,15 @@ class ByKeyword(nn.Module):
         scores = self.gate(x).sigmoid()
         chosen = (scores + self.gate.e_score_correction_bias).topk(2).indices
         return x + self.experts(x, weighed_by=scores.gather(1, chosen), chosen=chosen)
+
+
+def shared_over_two(layer, x):
+    def body(comm):
+        own = copy.deepcopy(layer)
+        shardproof.parallelize(own, shardproof.MeshComm(comm, "dp_shard=2"), plan={"experts": ExpertParallel(2)})
+        own(x)
+
+    shardproof.run_threads(2, body)
 
 
 def test_experts_may_be_called_by_keywords_and_what_is_no_choice_is_refused():
@@ -180,6 +194,12 @@ def test_experts_may_be_called_by_keywords_and_what_is_no_choice_is_refused():
             shared.experts(x[0], torch.zeros(7, 2, dtype=torch.long))
 
     shardproof.run_threads(2, body)
+    only = ByKeyword(KeywordOnly())
+    counting = shardproof.RouterBiases(only, rate=0.5)
+    only(x[0])
+    assert counting.layers[0][1].sum() == 14
+    with pytest.raises(shardproof.Error, match="a KeywordOnly takes weighed_by by keyword alone"):
+        shared_over_two(only, x[0])
     turned = ByKeyword(Turned())
     shardproof.RouterBiases(turned, rate=0.5)
     with pytest.raises(shardproof.Error, match=r"a Turned has to be called with .*argument is \[7, 2\] of torch.float32"):

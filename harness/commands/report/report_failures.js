@@ -174,7 +174,7 @@ function showFailures() {
               ['replay', command(failure.replay)], ['alike', failure.alike],
               ['found', `after ${plural(failure.cases, 'case')}`],
               ['found as', failure.original && failure.original !== failure.case ? el('code', {}, failure.original) : '']),
-          failure.picture ? [ownership(failure.picture, `${failure.what} ${failure.where}`), timeline(failure.picture)] : ''));
+          failure.picture ? [ownership(failure.picture, `${failure.what} ${failure.where || ''}`), timeline(failure.picture)] : ''));
   const oracle = data.oracle_rows.map(
       (row) =>
           el('article', {}, el('h3', {class: 'what'}, 'The golden run differs from PyTorch: ', row.what),

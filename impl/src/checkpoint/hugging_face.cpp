@@ -40,8 +40,8 @@ constexpr std::string_view kFree =
     "transformers.js_config unsloth_fixed unsloth_version attn_implementation _attn_implementation "
     "_attn_implementation_autoset _attn_implementation_internal ";
 
-// Keys that mean by null what they mean when they are absent, in all families or in those named. By any other null the package
-// fails, or means something else.
+// Keys whose null the package reads, in all families or in those named, and as it is read here where it is asked for. By any
+// other null it fails, or means something else.
 constexpr std::pair<std::string_view, std::string_view> kNulls[] = {
     {"num_key_value_heads", " llama qwen2 qwen3 dots1 deepseek_v3 "},
     {"head_dim", " llama mistral mixtral "},

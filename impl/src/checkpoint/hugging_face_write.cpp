@@ -32,8 +32,12 @@ json config_of_gpt(const GptOptions& gpt) {
 
 json config_of_experts_with_biases(const std::string& family, const LlamaOptions& llama) {
   const RouterOptions& router = llama.router;
+  SHARD_REQUIRE(router.score != RouterScore::sigmoid || router.bias || router.bias_rate > 0, "hugging_face",
+                "a {} has a bias of each router's choice, and this model has none: set RouterOptions::bias (expert_lean= or "
+                "expert_bias= of a --model)",
+                family);
   SHARD_REQUIRE(
-      router.score == RouterScore::sigmoid && (router.bias || router.bias_rate > 0) && router.capacity == 0 &&
+      router.score == RouterScore::sigmoid && router.capacity == 0 &&
           router.experts / router.groups >= 2 && llama.shared_intermediate > 0 &&
           llama.shared_intermediate % llama.expert_intermediate == 0,
       "hugging_face",
@@ -206,7 +210,7 @@ std::string hugging_face_config(const HuggingFaceModel& model, Dtype dtype) {
   else
     config = changed_source(model, config);
   config["model_type"] = model.family;
-  // The library's models draft no tokens, and what does not say so is taken to have a layer that does.
+  // The library's models draft no tokens, and the package takes a config that does not say so to have a layer that does.
   for (const char* word : {"num_mtp_layers", "num_nextn_predict_layers"}) config.erase(word);
   if (has_drafts(model.family)) config["num_nextn_predict_layers"] = 0;
   if (config.contains("dtype")) config.erase("torch_dtype");

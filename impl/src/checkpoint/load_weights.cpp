@@ -177,7 +177,8 @@ class WeightLoader {
 
   void require_complete() const {
     if (options_.partial) return;
-    const int64_t drafts = draft_layers(path_, options_.family, *options_.files);
+    const bool may_have_drafts = has_drafts(options_.family) && !loaded_.unused.empty();
+    const int64_t drafts = may_have_drafts ? draft_layers(path_, options_.family, *options_.files) : 0;
     std::vector<std::string> unknown;
     for (const std::string& name : loaded_.unused)
       if (!is_no_weight(options_.family, name, shapes_, drafts)) unknown.push_back(name);
@@ -189,6 +190,8 @@ class WeightLoader {
     if (!missing.empty()) text = fmt::format("the file lacks {}.{}", first_of(missing), did_you_mean(missing[0], names));
     if (!unknown.empty())
       text += fmt::format("{} model has no place for {}.", text.empty() ? "the" : " The", first_of(unknown));
+    if (!unknown.empty() && may_have_drafts)
+      text += " If these are layers that draft tokens, say how many in num_nextn_predict_layers of config.json.";
     throw Error(message(
         "[checkpoint] {} does not fit this model{}, and nothing was loaded: {} {} (known are {}). A program can load what "
         "fits, by `partial`",

@@ -207,7 +207,7 @@ class Machine : private PickleBytes {
     return true;
   }
 
-  // What each of the next three does not know is for the one behind it.
+  // push_plain, collect and structure are asked in this order; structure fails by what none of them knows.
   void push_plain(char opcode) {
     switch (opcode) {
       case 'N':
