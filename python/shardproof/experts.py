@@ -24,8 +24,8 @@ def called_with(module: nn.Module, args: tuple, kwargs: dict, in_order: bool = F
     by_name = bound.kwargs if bound else {}
     if by_name and in_order:
         raise _C.Error(
-            f"[experts] a {kind} takes {', '.join(by_name)} by keyword alone. Let its forward take (x, experts, weights) in this "
-            "order, by whatever names"
+            f"[experts] a {kind} takes {', '.join(by_name)} by keyword alone. Let its forward take (x, experts, weights) in "
+            "this order, by whatever names"
         )
     given = (*bound.args[1:], *by_name.values()) if bound else args
     experts = given[1] if len(given) > 1 else None
