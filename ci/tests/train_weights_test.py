@@ -216,6 +216,8 @@ class TrainFromWeights(TrainingRuns):
         self.refused("this is a file, and no folder", os.path.join(folder, "config.json"))
         self.refused("--model has heads=2, and", folder, "--model", "gpt(layers=2,heads=2)")
         self.refused("--model is a llama, and", folder, "--model", "llama(layers=2)")
+        self.refused("expert_lean=0.25, and routers have the biases of --weights", folder, "--model",
+                     "llama(experts=4,score=sigmoid,expert_lean=0.25)")
         self.refused("the model has 64 positions, too few for sequences of 65", folder, "--seq", "65")
         other = self.write("other.bin", struct.pack("<400H", *(i % 305 for i in range(400))))
         self.refused("is 300, and the model has vocab=300", folder, "--data", other, "--mesh", "dp_shard=2")
