@@ -32,7 +32,8 @@ struct Forward {
   at::Tensor auxiliary = {};  // the sum of the layers' own losses; undefined where there are none
   Counts counts = {};
 
-  // The linear layer of that name, with a bias and with an adapter where there are such parameters.
+  // The linear layer of that name, with a bias and with an adapter where there are such parameters. `in_float32`: its product,
+  // without the adapter, is taken in float32, or wider where x is wider.
   at::Tensor linear(const at::Tensor& x, const std::string& name, bool in_float32 = false);
 };
 

@@ -48,7 +48,7 @@ def run_ranks(script, world, arguments, fresh=False):
 
 
 def end_with_parent(parent):
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # which had ended before
         os._exit(1)
 

@@ -40,8 +40,8 @@ constexpr std::string_view kFree =
     "transformers.js_config unsloth_fixed unsloth_version attn_implementation _attn_implementation "
     "_attn_implementation_autoset _attn_implementation_internal ";
 
-// Keys whose null the package reads, in all families or in those named, and as it is read here where it is asked for. By any
-// other null it fails, or means something else.
+// Keys for which the package takes null, in all families or in those named; who asks for a key says what its null means. With
+// null for any other key the package fails, or computes something else than without the key.
 constexpr std::pair<std::string_view, std::string_view> kNulls[] = {
     {"num_key_value_heads", " llama qwen2 qwen3 dots1 deepseek_v3 "},
     {"head_dim", " llama mistral mixtral "},

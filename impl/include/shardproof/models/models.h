@@ -227,8 +227,9 @@ class LlamaMlpImpl : public torch::nn::Module, public CanonicalPart {
 };
 TORCH_MODULE(LlamaMlp);
 
-// What gives a router its logits, which may have a bias of the choice. With sigmoid scores they are products in float32 of what
-// comes in the layer's dtype, as those of DeepSeek-V3 in transformers: in bfloat16 many of them would be equal.
+// The layer that gives a router its logits; it holds the router's bias of the choice as a buffer, where there is one. With
+// sigmoid scores it multiplies in float32 whatever the dtype of the layer is, as DeepSeek-V3 in transformers does: in bfloat16
+// many logits would be equal.
 class RouterGateImpl final : public LinearImpl, public HasBuffers {
  public:
   explicit RouterGateImpl(const LlamaOptions& options);

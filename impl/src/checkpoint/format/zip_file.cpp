@@ -13,7 +13,7 @@ namespace {
 using namespace zip;
 
 constexpr uint64_t kDirectoryBytesMax = uint64_t{1} << 30;
-constexpr uint64_t kPieceBytes = uint64_t{256} << 10;  // summed while it lies in the cache
+constexpr uint64_t kSummedBytes = uint64_t{256} << 10;  // summed while it lies in the cache
 
 // Little-endian numbers out of bytes, none behind their end.
 class Fields {
@@ -192,7 +192,7 @@ std::string read_record(const ByteSource& source, const ZipRecord& record, uint6
 }
 
 uint32_t crc_of(const ByteSource& source, uint64_t begin, uint64_t end) {
-  std::string piece(std::min(end - begin, kPieceBytes), '\0');
+  std::string piece(std::min(end - begin, kSummedBytes), '\0');
   uint32_t crc = 0;
   while (begin < end) {
     const uint64_t bytes = std::min<uint64_t>(piece.size(), end - begin);

@@ -50,8 +50,8 @@ struct RouterOptions {
   //
   // Over the step it is that of Megatron's global_aux_loss, and a step has one training forward: f_e of tokens that are not
   // there yet is not known. A second one before update_router_biases or forget_router_counts throws Error, unless the first one
-  // came to no add_to, as one that threw. There is no balance over each microbatch: such a loss would change with the cut into
-  // microbatches, and with the number of ranks.
+  // never came to add_to, as where it threw. There is no balance over each microbatch: such a loss would change with the cut
+  // into microbatches, and with the number of ranks.
   double balance_loss = 0;
   BalanceOver balance_over = BalanceOver::sequence;
   double z_loss = 0;  // for each token z_loss * log(sum of exp(logits))^2 (Zoph et al. 2022, "ST-MoE")
