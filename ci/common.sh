@@ -37,6 +37,14 @@ take_targets() {
   arguments=("$@")
 }
 
+# The newest torch of which there are locks, or the one that .venv has where ci/setup has made one.
+torch_of_venv() {
+  local stamp=$root/.venv/.shardproof-ready known
+  known=$(printf '%s\n' "$root"/ci/requirements/torch-*.in | sed 's/.*torch-//; s/\.in$//' | sort -V | tail -n 1)
+  [[ ! -f $stamp ]] || known=$(sed -n 's/.* with torch //p' "$stamp")
+  echo "$known"
+}
+
 # install_locked NAME [OPTION OF PIP...]: installs what ci/requirements/NAME.lock has into build-NAME, an environment of its own
 # for the interpreter $python. It does nothing where that is there, and needs a network only where it is not.
 install_locked() {

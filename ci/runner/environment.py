@@ -8,7 +8,6 @@ import subprocess
 
 from . import Trouble
 
-TORCH = "2.11"
 # What a Python says about itself, without importing torch, which takes seconds.
 ASK = """
 import importlib.util, json, os, sys, sysconfig
@@ -58,6 +57,10 @@ def torch_version(folder):
         return ""
 
 
+def minor_of(version):
+    return ".".join(version.split(".")[:2])
+
+
 def environments_below(top, depth=4):
     """Interpreters whose own packages hold torch, in folders a few levels below."""
     for folder, folders, _ in os.walk(top):
@@ -82,10 +85,18 @@ def candidates(root, environment):
         yield from environments_below(top)
 
 
-def find_python(root, environment):
-    """Asks SHARDPROOF_PYTHON alone where it is set, else the candidates. Returns what the first with this torch says."""
+def torches():
+    """The versions of torch that the tree builds with."""
+    tree = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    with open(os.path.join(tree, "cmake", "LibTorch.cmake"), encoding="utf-8") as file:
+        return re.search(r"set\(SHARDPROOF_TORCH_VERSIONS ([\d. ]+)\)", file.read()).group(1).split()
+
+
+def find_python(root, environment, preferred=None):
+    """Asks SHARDPROOF_PYTHON alone where it is set, else the candidates. Returns what the first says that has the preferred torch,
+    or else the first that has a torch which the tree builds with."""
     given = environment.get("SHARDPROOF_PYTHON")
-    seen, others = set(), []
+    seen, fit, others = set(), [], []
     for python in [given] if given else candidates(root, environment):
         if python in seen or not os.path.exists(python):
             continue
@@ -94,11 +105,16 @@ def find_python(root, environment):
         if not said or not said["torch"]:
             continue
         version = torch_version(said["torch"])
-        if version.startswith(TORCH + "."):
-            return dict(said, release=version)
-        others.append(f"{python} has torch {version or 'of no known version'}")
+        if minor_of(version) in torches():
+            fit.append(dict(said, release=version))
+            if preferred in (None, minor_of(version)):
+                return fit[-1]
+        else:
+            others.append(f"{python} has torch {version or 'of no known version'}")
+    if fit:
+        return fit[0]
     where = f"SHARDPROOF_PYTHON={given}" if given else f"{len(seen)} interpreters"
-    raise Trouble(f"no Python with torch {TORCH} among {where}{': ' if others else ''}{'; '.join(others)}. Name one by "
+    raise Trouble(f"no Python with torch {', '.join(torches())} among {where}{': ' if others else ''}{'; '.join(others)}. Name one by "
                   "SHARDPROOF_PYTHON=FILE")
 
 

@@ -2,7 +2,7 @@
 import os
 import subprocess
 
-from . import Trouble, archives
+from . import Trouble, archives, environment
 
 KIND = "prebuilt"
 FOLDER = archives.folder_of(KIND)
@@ -17,17 +17,27 @@ def link(target, name):
 def why_not(folder, said):
     """Why what was unpacked does not run with that Python and its torch; None if it does."""
     contents = archives.contents(folder, KIND)
+    if environment.minor_of(said["release"]) != contents["torch"]:
+        return f"it was built with torch {contents['torch']}, and this Python has {said['release']}"
     if said["version"] not in contents["pythons"]:
         return f"it has no modules for Python {said['version']}, only for {', '.join(contents['pythons'])}"
-    # All symbols at once, so that another torch shows now.
-    environment = dict(os.environ, LD_BIND_NOW="1")
+    # All symbols at once, so that another build of that torch shows now.
+    variables = dict(os.environ, LD_BIND_NOW="1")
     try:
         done = subprocess.run([os.path.join(folder, "shardproof"), "--version"], stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, text=True, env=environment, check=False)
+                              stderr=subprocess.STDOUT, text=True, env=variables, check=False)
     except OSError as error:
         return error.strerror
     said_last = (done.stdout.strip().split("\n") or [""])[-1]
     return None if done.returncode == 0 else f"exit code {done.returncode}: {said_last.replace(folder + os.sep, '')[:300]}"
+
+
+def torch_of(archive, target):
+    """The torch that an archive was built with; None where it is none, which `take` says."""
+    try:
+        return archives.contents(archives.unpack(archive, target, KIND), KIND)["torch"]
+    except Trouble:
+        return None
 
 
 def take(archive, target, root, said):

@@ -96,7 +96,9 @@ class Session:
     # What is there.
 
     def find_machine(self):
-        self.python = environment.find_python(self.root, os.environ)
+        archive = self.options.prebuilt
+        torch = prebuilt.torch_of(archive, os.path.join(self.build, "prebuilt")) if archive else None
+        self.python = environment.find_python(self.root, os.environ, torch)
         tools = [os.path.dirname(self.python["executable"]), os.path.join(self.cuda_home, "bin")]
         self.commands["PATH"] = os.pathsep.join([os.environ.get("PATH", "/usr/bin:/bin"), *tools])
         gpu = environment.gpus(self.python["executable"])

@@ -183,8 +183,18 @@ class Gpu(ScratchCase):
         write(self.path("env/torch/version.py"), "__version__ = '2.10.0'\n")
         with self.assertRaisesRegex(Trouble, "has torch 2.10.0"):
             environment.find_python(self.root, {"SHARDPROOF_PYTHON": python})
-        with self.assertRaisesRegex(Trouble, "no Python with torch 2.11 among SHARDPROOF_PYTHON=/nowhere"):
+        with self.assertRaisesRegex(Trouble, "no Python with torch 2.11, .* among SHARDPROOF_PYTHON=/nowhere"):
             environment.find_python(self.root, {"SHARDPROOF_PYTHON": "/nowhere"})
+
+    def test_of_several_pythons_that_fit_the_one_with_the_torch_of_the_archive_is_taken(self):
+        folders = []
+        for release in ("2.15.0+cu130", "2.11.0+cu130"):
+            torch = os.path.dirname(write(self.path(f"{release}/torch/version.py"), f"__version__ = '{release}'\n"))
+            said = json.dumps({"version": "3.12", "executable": "x", "sites": [], "embeds": True, "torch": torch})
+            folders.append(os.path.dirname(write(self.path(f"{release}/bin/python3"), f"#!/bin/sh\necho '{said}'\n", 0o755)))
+        found = {torch: environment.find_python(self.root, {"PATH": os.pathsep.join(folders)}, torch)["release"]
+                 for torch in (None, "2.11", "2.14", "2.15")}
+        self.assertEqual(found, {None: "2.15.0+cu130", "2.11": "2.11.0+cu130", "2.14": "2.15.0+cu130", "2.15": "2.15.0+cu130"})
 
     def test_gpus_are_counted_by_the_driver_without_torch(self):
         self.assertNotIn("torch", environment.ASK_GPU)

@@ -27,7 +27,7 @@ class PrebuiltNightly(ScratchCase):
                 self.assertNotIn(os.path.realpath(ROOT).encode(), contents.extractfile(entry).read(), entry.name)
         # The tree is elsewhere on the runner, and has no build folder and no environment of its own.
         tree = self.path("tree")
-        for name in ("bench", "ci", "python", "golden", "harness", "impl", "properties"):
+        for name in ("bench", "ci", "cmake", "python", "golden", "harness", "impl", "properties"):
             shutil.copytree(os.path.join(ROOT, name), os.path.join(tree, name), ignore=shutil.ignore_patterns("__pycache__"))
         environment = dict(os.environ, SHARDPROOF_PYTHON=os.path.join(ROOT, ".venv", "bin", "python3"))
         code, said = self.run_script(os.path.join(tree, "ci", "gpu"), "--prebuilt", archive, "--rehearse", "--minutes", "60",

@@ -23,10 +23,10 @@ OWN = "%d.%d" % sys.version_info[:2]
 
 
 class Prebuilt(ScratchCase):
-    def archive(self, pythons=(OWN,), program=f'case "$1" in --version) ;; *) echo "{NO_DRIVER}"; exit 2 ;; esac'):
+    def archive(self, pythons=(OWN,), torch="2.11", program=f'case "$1" in --version) ;; *) echo "{NO_DRIVER}"; exit 2 ;; esac'):
         """An archive whose programs are this script."""
         folder = self.path(prebuilt.FOLDER)
-        write(os.path.join(folder, "prebuilt.json"), json.dumps({"tree": "abc123", "pythons": pythons}))
+        write(os.path.join(folder, "prebuilt.json"), json.dumps({"tree": "abc123", "torch": torch, "pythons": pythons}))
         for name in ("shardproof", "device_math_props"):
             write(os.path.join(folder, name), f"#!/bin/sh\necho $0 $1 >> {self.path('ran')}\n{program}\n", 0o755)
         write(os.path.join(folder, "tests.cmake"), "add_test(a @BUILD@/a @SOURCE@ @PYTHON@)\n")
@@ -91,6 +91,7 @@ class Prebuilt(ScratchCase):
                       self.reason(self.archive(("3.12", "3.13")), version="3.9"))
         glibc = "/lib/libc.so.6: version 'GLIBC_2.38' not found (required by ./shardproof)"
         self.assertIn(glibc, self.reason(self.archive(program=f'echo noise; echo "{glibc}" >&2; exit 1')))
+        self.assertIn("it was built with torch 2.15, and this Python has 2.11.0+cu130", self.reason(self.archive(torch="2.15")))
         other = "symbol lookup error: undefined symbol: _ZN2at3newEv"
         self.assertIn(f"exit code 127: {other}", self.reason(self.archive(
             program=f'test "$LD_BIND_NOW" = 1 && echo "{other}" >&2 && exit 127')))
@@ -102,7 +103,7 @@ class Prebuilt(ScratchCase):
         self.assertIn("cannot read", self.reason(self.path("none.tar.xz")))
 
     def test_tests_and_programs_find_what_they_need_by_links(self):
-        folder, why_not = prebuilt.take(self.archive(), self.path("taken"), ROOT, {"version": OWN, "torch": "/site/torch"})
+        folder, why_not = prebuilt.take(self.archive(), self.path("taken"), ROOT, {"version": OWN, "torch": "/site/torch", "release": "2.11.0"})
         self.assertIsNone(why_not)
         prebuilt.lay_tests(folder, ROOT, "/its/python")
         with open(os.path.join(folder, "CTestTestfile.cmake"), encoding="utf-8") as file:
