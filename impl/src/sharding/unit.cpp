@@ -335,8 +335,17 @@ void UnitEvents::set_calls_aside(uint64_t first, bool keeps_graph) {
     };
     return open.call->outputs.empty() || std::ranges::any_of(open.call->outputs, is_there);
   };
+  // A backward for chosen tensors stops at them, and one from what it has left there comes to the calls below.
+  const auto& chosen = *torch::autograd::get_current_graph_task_exec_info();
+  const auto is_run = [&](const auto& output) {
+    const auto found = chosen.find(output.first);
+    return found != chosen.end() && found->second.needed_;
+  };
+  const auto is_reached = [&](const OpenCall& open) {
+    return chosen.empty() || open.call->outputs.empty() || std::ranges::any_of(open.call->outputs, is_run);
+  };
   for (const OpenCall& open : calls)
-    if (keeps_graph || !is_in_graph(open)) waiting_.push_back(open.call);
+    if (keeps_graph || !is_in_graph(open) || !is_reached(open)) waiting_.push_back(open.call);
   std::erase_if(calls, [&](const OpenCall& open) { return open.call->first_node > first && !is_in_graph(open); });
 }
 

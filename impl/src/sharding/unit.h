@@ -72,8 +72,8 @@ class UnitEvents {
   void reached(uint64_t node);
   void add_call(OpenCall call);
   // A backward begins with the node of the number `first`. Younger calls of other graphs are left out until it ends. Older ones
-  // stay, because a second order goes through a call without coming to its outputs. At its end calls of other graphs are there
-  // again, and with `keeps_graph` its own as well.
+  // stay, because a second order goes through a call without coming to its outputs. At its end calls that it has not come to
+  // are there again, and with `keeps_graph` all.
   void set_calls_aside(uint64_t first, bool keeps_graph);
   void take_calls_back();
   void forget_calls();
