@@ -29,9 +29,8 @@ torch::nn::Sequential blocks(bool repeats = false) {
   model->push_back(torch::nn::Linear(5, 3));
   model->push_back(torch::nn::Linear(3, 5));
   if (repeats)
-    model->push_back(torch::nn::Functional([first = parity::Block(model->ptr<parity::BlockImpl>(0))](at::Tensor x) mutable {
-      return call(first, x);
-    }));
+    model->push_back(torch::nn::Functional(
+        [first = parity::Block(model->ptr<parity::BlockImpl>(0))](at::Tensor x) mutable { return call(first, x); }));
   initialize_parameters(*model, 5, 0.5);
   return model;
 }
@@ -50,7 +49,9 @@ std::vector<std::string> backward_of(const Timeline& timeline, size_t from) {
   return seen;
 }
 
-std::string name_of_input(int64_t step, int64_t microbatch) { return fmt::format("input {} of step {}", microbatch, step); }
+std::string name_of_input(int64_t step, int64_t microbatch) {
+  return fmt::format("input {} of step {}", microbatch, step);
+}
 
 // Parameters after two steps, and the gradients of rank 0's inputs where they come first. Then units lie in each other, and one
 // of them runs twice.
