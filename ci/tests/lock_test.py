@@ -24,8 +24,8 @@ for torch in lock.TORCHES:
     CLEAN[f"run-{torch}.lock"] = "# A lock.\n" + PINNED.replace("torch==2.11.", f"torch=={torch}.")
     CLEAN[f"cuda-{torch}.lock"] = pinned("some-tool==1.2", "d")
     CLEAN[f"zoo-{torch}.lock"] = pinned("other-tool==1.2", "d")
-for other in ("docs", "mutants", "peers", "tools"):
-    CLEAN[other + ".in"] = "some_tool==1.*\n"
+for other in ("docs", "mutants", "peers", "tools", lock.ALONE):
+    CLEAN[lock.asked(other)[0] + ".in"] = "some_tool==1.*\n"
     CLEAN[other + ".lock"] = pinned("some-tool==1.2", "d")
 
 
