@@ -152,6 +152,8 @@ class Shards:
         self.event: Any = None  # the next forward waits for it
         self.follows = True  # the model computes with what the shards have, as far as is known
         self.open_forwards = 0  # whose backward may still come
+        self.keeps_graph = False  # the backward under way
+        self.awaits_weights = False  # backwards that keep their graphs gave no parameter a gradient, and none has since
         views = {piece.name: piece.data for piece in sharded.main_parameters()}
         sizes = {name: views[name].numel() if name in views else 0 for name in self.first_names(sharded)}
         differ = [name for name, numel in sizes.items() if numel != self.by_name[name].local.numel()]
@@ -225,11 +227,14 @@ class Shards:
             if self.in_backward:  # of one that an exception has ended
                 self._end_backward()
             self.in_backward = True
+            self.keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
             for places in self.places.values():
                 places.enter(has_memory=False)
             return
+        kept_graph = self.keeps_graph
         self._end_backward()
         used, pieces = self.sharded()._engine.hand_over_gradients()
+        self.awaits_weights = not used and (self.awaits_weights or kept_graph)
         local = {piece.name: piece.data for piece in pieces}
         with torch.no_grad():
             for name in used:
@@ -239,7 +244,10 @@ class Shards:
 
     def _end_backward(self) -> None:
         self.in_backward = False
-        self.open_forwards = max(0, self.open_forwards - 1)
+        if self.keeps_graph:  # another backward of the same forward may come
+            self.keeps_graph = False
+        else:
+            self.open_forwards = max(0, self.open_forwards - 1)
         for places in self.places.values():
             places.leave()
 
@@ -247,6 +255,19 @@ class Shards:
         """After a backward that an exception has ended: the module has its shards again."""
         if self.in_backward and torch._C._current_graph_task_id() < 0:
             self._end_backward()
+
+    def require_weights(self) -> None:
+        """Refuses a step that would train nothing, since gradients of weights have gone where no shard is."""
+        if not self.awaits_weights:
+            return
+        trained = [parameter.shard for parameter in self.every if parameter.shard.requires_grad]
+        if trained and all(shard.grad is None for shard in trained):
+            raise _C.Error(
+                f"[fsdp] rank {self.sharded().rank}: an optimizer steps, and no parameter of this model has a gradient, though a "
+                "backward has kept its graph since the last one that gave any. Run backward() for the weights behind it, without "
+                "inputs=, because parameters are whole within forwards and backwards only. A PipelineStage whose schedule makes "
+                "gradients of weights later takes dw_builder=lambda: lambda: None"
+            )
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> TorchState:
         """The state of an optimizer of shards, to be saved or loaded."""
@@ -338,6 +359,7 @@ def shards_of(optimizer: torch.optim.Optimizer) -> "Iterable[Any]":
 
 def _begin_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for sharded in shards_of(optimizer):
+        sharded.shards.require_weights()
         sharded.main_parameters_will_change()
 
 

@@ -110,6 +110,46 @@ def gradients_of_inputs(lib):
     return gradient, gradients(model)
 
 
+def gradients_of_inputs_before_those_of_weights(lib):
+    model = sharded(lib)
+    inputs, losses = [given(k)[0].requires_grad_() for k in range(3)], []
+    for k, x in enumerate(inputs):
+        losses.append(loss_of(model, (x, given(k)[1])))
+        (x.grad,) = torch.autograd.grad(losses[-1], x, retain_graph=True)
+        assert all(p.grad is None for p in model.parameters())
+    of_inputs = [x.grad.clone() for x in inputs]
+    for k in (1, 0, 2):
+        losses[k].backward()
+    return of_inputs, gradients(model)
+
+
+def a_pipeline_without_bubbles(lib):
+    """Two stages on each rank. FSDP2 makes gradients of weights later, of parameters that stay whole; here all come first."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+
+    mesh = init_device_mesh("cpu", (1, torch.distributed.get_world_size()), mesh_dim_names=("stages", "dp"))
+    of_theirs, of_ours = dict(reshard_after_forward=False), dict(dw_builder=lambda: lambda: None)
+    is_ours, model = lib.__name__ == "shardproof.fsdp", net()
+    parts = [torch.nn.Sequential(model.inp, model.blocks[0]), torch.nn.Sequential(*model.blocks[1:], model.out)]
+    stages = []
+    for part in parts:
+        for module in (*part, part):
+            lib.fully_shard(module, mesh=mesh["dp"], **({} if is_ours else of_theirs))
+        where = dict(device=torch.device("cpu"), group=mesh["stages"].get_group())
+        stages.append(PipelineStage(part, len(stages), 2, **where, **(of_ours if is_ours else {})))
+    schedule = ScheduleInterleavedZeroBubble(stages, n_microbatches=3, loss_fn=torch.nn.functional.mse_loss)
+    optimizer = torch.optim.SGD([p for part in parts for p in part.parameters()], lr=0.1)
+    losses: list = []
+    for step in range(2):
+        x, y = given(step)
+        schedule.step(x, target=y, losses=losses)
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(losses).detach(), [values(part) for part in parts]
+
+
 def a_scaler(lib):
     model = sharded(lib)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**10)

@@ -211,3 +211,20 @@ def test_what_fsdp2_refuses_or_computes_wrong_has_the_values_of_plain_pytorch():
     for gradients in shardproof.run_threads(2, body):
         for name, parameter in plain.named_parameters():
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_without_the_gradients_of_weights_that_were_to_come_is_an_error_on_every_rank():
+    def body(comm):
+        model = shard(comm, Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, y = batch(comm.rank)
+        x.requires_grad_()
+        loss = loss_of(model, (x, y))
+        torch.autograd.grad(loss, x, retain_graph=True)
+        torch.autograd.backward(loss, inputs=list(model.parameters()), retain_graph=True)  # shards are in no graph
+        with pytest.raises(shardproof.Error, match=f"rank {comm.rank}: an optimizer steps, and no parameter of this model has"):
+            optimizer.step()
+        loss.backward()
+        optimizer.step()
+
+    shardproof.run_threads(2, body)
