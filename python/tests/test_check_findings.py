@@ -31,11 +31,12 @@ SAID = {
     "011": "",
     "018": "Expected device to be set",
     "020": "",
+    "021": "would remove or reshape sharded dimension",
 }
 if not torch.__version__.startswith("2.11."):
-    SAID["002"] = "would remove or reshape sharded dimension"  # before the norm that the finding is about
-# Newer torch has mended these.
-MENDED = set() if torch.__version__.startswith("2.11.") else {"016"}
+    SAID["002"] = SAID["021"]  # before the norm that the finding is about
+# What does not hold in this torch: newer torch has mended it, or has it alone.
+MENDED = {"021"} if torch.__version__.startswith("2.11.") else {"016"}
 
 
 def test_each_page_has_a_script_and_those_that_a_check_found_have_a_line():
@@ -53,6 +54,9 @@ def test_a_finding_holds_as_a_plain_script(script):
 
 @pytest.mark.parametrize("page, engine, line", LINES, ids=[page for page, _, _ in LINES])
 def test_a_finding_is_found_again_by_its_line(page, engine, line):
+    if page in MENDED:
+        assert check(with_known(engine), replay=line).kind == "held"
+        return
     verdict = check(with_known(engine), replay=line)
     said = "\n".join([verdict.message, *verdict.traces.values()])
     assert verdict.kind == ("raised" if SAID[page] else "differs"), f"{verdict.kind}: {said}"

@@ -205,6 +205,7 @@ KNOWN = {
     "_chunk_cat expects non-empty tensor": "docs/findings/005.md",
     "req MetadataIndex.* mismatch sizes": "docs/findings/006.md",
     "inf norm on an empty tensor": "docs/findings/001.md",
+    r"Sharding propagation failed for aten.view.default\(Spec\(\w+\[1, 1\]\(S\(1\)\)\), \[1\]\)": "docs/findings/021.md",
 }
 
 ENGINES: dict[str, Subject] = {
