@@ -3,7 +3,7 @@
 >>> for block in model.blocks:
 ...     fully_shard(block, mesh=mesh)
 >>> fully_shard(model, mesh=mesh)
->>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+>>> optimizer = AdamW(model.parameters(), lr=1e-3)
 
 Between uses the model's parameters and their ``.grad`` are DTensors, cut along dim 0 as FSDP2's (`shards.py`). The engine
 around them is made at the first forward, which is collective. docs/howto/move_from_fsdp2.md lists what differs.
@@ -29,6 +29,7 @@ from .shard_parameter import comms_of, cut_of
 from .shards import Places, Shards
 from .torch_private import uncompiled
 from .units import Unit
+from .updates import SGD, Adam, AdamW  # noqa: F401, which users import from here
 
 
 class _Request:
@@ -486,7 +487,7 @@ def _values_of(root: nn.Module, places: "dict[int, Places]") -> dict:
 
 
 def __getattr__(name: str) -> Any:
-    """``shardproof.fsdp.AdamW`` and the like are torch.optim's own. Policies are FSDP2's own."""
+    """``shardproof.fsdp.RMSprop`` and the like are torch.optim's own. Policies are FSDP2's own."""
     if name in ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"):
         from torch.distributed import fsdp  # pylint: disable=import-outside-toplevel
 

@@ -404,7 +404,7 @@ def _refuse_whole_parameters(optimizer: torch.optim.Optimizer, args: Any, kwargs
     """An optimizer that was given the model's own parameters would find no gradient in them, and train nothing."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if owner_of(parameter) is not None:
+            if "_shardproof_owner" in vars(parameter) and owner_of(parameter) is not None:
                 raise _C.Error(
                     f"[optimizer] {type(optimizer).__name__} was given parameters of a sharded model, which have their "
                     "gradients in shards, so it would train nothing. Make it by shardproof.torch_optimizer("

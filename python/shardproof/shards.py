@@ -336,13 +336,14 @@ class HeldShards:
         return TorchState(optimizer, type(optimizer), {}, self, self.groups, self.plain)
 
 
-def shards_of(optimizer: torch.optim.Optimizer) -> "Iterable[Any]":
+def shards_of(optimizer: torch.optim.Optimizer) -> "list[Any]":
     """The models whose shards an optimizer has. Whole parameters that it was given before give way to their shards."""
-    models = {}
+    models, last = {}, None
     for group in optimizer.param_groups:
         for i, parameter in enumerate(group["params"]):
-            shard = shard_of(parameter)
-            if shard is not parameter:
+            attributes = vars(parameter)
+            if "_shardproof_shard" in attributes:
+                shard = shard_of(parameter)
                 if isinstance(parameter, DTensor) and parameter in optimizer.state:
                     optimizer.state[shard] = optimizer.state.pop(parameter)
                 elif parameter in optimizer.state:
@@ -351,20 +352,27 @@ def shards_of(optimizer: torch.optim.Optimizer) -> "Iterable[Any]":
                         "not follow. Make the optimizer after fully_shard, or load its state then"
                     )
                 group["params"][i] = shard
-            known = vars(shard).get("_shardproof_parameter")
-            if known is not None and (sharded := known.sharded()) is not None:
-                models[id(sharded)] = sharded
+                attributes = vars(shard)
+            known = attributes.get("_shardproof_parameter")
+            if known is not None and known.sharded is not last:
+                last = known.sharded
+                if (sharded := last()) is not None:
+                    models[id(sharded)] = sharded
     return list(models.values())
 
 
 def _begin_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for sharded in shards_of(optimizer):
+    models = shards_of(optimizer)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")  # whose forward may make a model's engine
+    vars(optimizer)["_shardproof_models"] = list(map(weakref.ref, models)) if closure is None else None
+    for sharded in models:
         sharded.shards.require_weights()
         sharded.main_parameters_will_change()
 
 
 def _end_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for sharded in shards_of(optimizer):
+    known = vars(optimizer).pop("_shardproof_models")  # to look for them takes as long as a small update
+    for sharded in shards_of(optimizer) if known is None else filter(None, (model() for model in known)):
         sharded.shards.follows = False
         sharded.shards.done.append(" | ".join([type(optimizer).__name__, *map(numbers_of, optimizer.param_groups)]))
 

@@ -46,6 +46,12 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def check_graph_capture(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses what cannot be captured into a graph of a device, where one is being captured."""
+    name = "_accelerator_graph_capture_health_check"  # newer torch's
+    (getattr(optimizer, name, None) or optimizer._cuda_graph_capture_health_check)()
+
+
 def uncompiled(function: Callable) -> Callable:
     """A function of which, and below which, torch.compile sees nothing."""
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy, set_eval_frame

@@ -118,7 +118,7 @@ def test_gathers_ahead_and_those_that_a_backward_needs_not_change_no_bit():
 
     def body(comm):
         model = shard(comm, copy.deepcopy(base))
-        optimizer = shardproof.fsdp.AdamW(model.parameters(), lr=0.01)
+        optimizer = shardproof.fsdp.AdamW(model.parameters(), lr=0.01, fused=False)
         model.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[1]])
         model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[2]])
         model.blocks[2].set_modules_to_backward_prefetch([model.blocks[1], model.blocks[0]])

@@ -1,0 +1,295 @@
+"""Optimizers of shardproof.fsdp beside those of torch.optim, on the same shards: the same bits, settings, state and errors."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardproof
+import shardproof.fsdp
+from fsdp_on_threads import shard, whole
+from models import Net, assert_same_bits, batch, loss_of
+from shardproof.fsdp import fully_shard
+
+RULES = {
+    "AdamW": dict(lr=0.01),
+    "AdamW amsgrad": dict(lr=0.01, amsgrad=True, maximize=True),
+    "AdamW tensors": dict(lr=torch.tensor(0.01), betas=(torch.tensor(0.8), torch.tensor(0.99))),
+    "Adam": dict(lr=0.01, weight_decay=0.1),
+    "SGD": dict(lr=0.1),
+    "SGD momentum": dict(lr=0.1, momentum=0.9, dampening=0.1, maximize=True),
+    "SGD nesterov": dict(lr=0.1, momentum=0.9, nesterov=True),
+}
+
+
+def made(lib, name, params, **way):
+    """The library's optimizer. Where nothing is chosen, ours is what torch's is with its fused kernel."""
+    kind, settings = name.split()[0], copy.deepcopy(RULES[name])
+    if lib is not torch.optim:
+        return getattr(lib, kind)(params, **settings, **way)
+    way = way or {"fused": True}
+    if kind == "SGD" and way.get("fused"):
+        return fused_sgd(params, **settings)
+    return getattr(torch.optim, kind)(params, **settings, **way)
+
+
+def fused_sgd(groups, **settings):
+    """PyTorch's, which takes no DTensors, and together only parameters that all have buffers, or none."""
+    alone = []
+    for group in groups:
+        for p in group["params"]:
+            alone.append({**group, "params": [nn.Parameter(p.detach().to_local(), p.requires_grad)]})
+            alone[-1]["params"][0].cut = p
+    optimizer = torch.optim.SGD(alone, fused=True, **settings)
+
+    def take_gradients(*_):
+        for group in optimizer.param_groups:
+            gradient = group["params"][0].cut.grad
+            group["params"][0].grad = None if gradient is None else gradient.to_local()
+
+    optimizer.register_step_pre_hook(take_gradients)
+    return optimizer
+
+
+def groups_of(model):
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    return [{"params": matrices, "weight_decay": 0.2}, {"params": [p for p in model.parameters() if p.dim() < 2], "lr": 0.002}]
+
+
+def train(model, optimizer, steps=range(5), schedule=True):
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) if schedule else None
+    for step in steps:
+        model.zero_grad()
+        for k in range(1 + step % 2):
+            loss_of(model, tuple(x.to(model.inp.weight.dtype) for x in batch(7 * step + k))).backward()
+        if step in (0, 3):  # these do not begin with the others, and have not as many steps
+            model.blocks[1].up.weight.grad = model.out.bias.grad = None
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if schedule:
+            scheduler.step()
+
+
+def held(model, optimizer, has_rows=False):
+    """What this rank has of parameters and state, by name, and of what kind state is; with `has_rows` where it has rows."""
+    names = {p: name for name, p in model.named_parameters()}
+    values, kinds = {name: p.detach().to_local() for name, p in model.named_parameters()}, {}
+    for p, state in optimizer.state.items():
+        if has_rows and not p.to_local().numel():
+            continue
+        for key, value in state.items():
+            name = f"{names[getattr(p, 'cut', p)]} {key}"
+            values[name] = value.to_local() if isinstance(value, DTensor) else value
+            if isinstance(p, DTensor):
+                kinds[name] = (value.placements, value.shape) if isinstance(value, DTensor) else type(value)
+    return values, kinds
+
+
+def assert_same(ours, theirs):
+    assert_same_bits(ours[0], theirs[0])
+    assert ours[1] == theirs[1] or not theirs[1]
+
+
+def both(name, ranks=3, dtype=torch.float32, prepare=lambda model: None, **way):
+    """Train with the class of either library, compare what each rank has, and return for how many parameters it has state."""
+    base = Net(width=9).to(dtype)
+
+    def body(comm):
+        results = []
+        for lib in (shardproof.fsdp, torch.optim):
+            model = copy.deepcopy(base)
+            prepare(model)
+            optimizer = made(lib, name, groups_of(shard(comm, model)), **way)
+            train(model, optimizer)
+            results.append((held(model, optimizer), optimizer))
+        (ours, own), (theirs, other) = results
+        assert_same(ours, theirs)
+        assert isinstance(own, type(other)) and type(own) is not type(other)
+        return len(own.state)
+
+    return shardproof.run_threads(ranks, body)
+
+
+@pytest.mark.parametrize("way", [dict(), dict(fused=True), dict(foreach=True), dict(fused=False)], ids=str)
+@pytest.mark.parametrize("name", RULES)
+def test_each_class_has_the_bits_and_the_state_of_pytorchs_and_where_nothing_is_chosen_of_its_fused_kernel(name, way):
+    if "tensors" in name and "foreach" in way:
+        pytest.skip("PyTorch refuses it")
+    both(name, **way)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum"])
+def test_each_dtype_has_the_bits_of_pytorchs_fused_kernel(name, dtype):
+    both(name, dtype=dtype)
+
+
+def test_frozen_parameters_have_no_state_and_ranks_may_have_no_rows():
+    parameters = len(list(Net().parameters()))
+    assert both("AdamW", ranks=7, prepare=lambda model: model.blocks[0].requires_grad_(False)) == [parameters - 6] * 7
+
+
+def test_columns_that_are_cut_lie_otherwise_than_state_that_was_loaded_and_are_updated_right():
+    def body(comm):
+        results = []
+        for lib in (shardproof.fsdp, torch.optim):
+            with shardproof.seeded(0):
+                model = Net(width=9)
+            shard(comm, model, shard_placement_fn=lambda p: Shard(p.dim() - 1))
+            optimizer = lib.AdamW(model.parameters(), lr=0.01)
+            train(model, optimizer, range(2), schedule=False)
+            assert not model.blocks[0].up.weight.to_local().is_contiguous()
+            for state in optimizer.state.values():
+                for key in ("exp_avg", "exp_avg_sq"):
+                    value = state[key]
+                    state[key] = DTensor.from_local(value.to_local().contiguous(), value.device_mesh, value.placements,
+                                                    run_check=False, shape=value.shape, stride=value.stride())
+            train(model, optimizer, range(2, 5), schedule=False)
+            results.append(whole(model))
+        for name, value in results[1].items():
+            torch.testing.assert_close(results[0][name], value, rtol=1e-4, atol=1e-6)
+
+    shardproof.run_threads(2, body)
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "aten":
+            self.seen.append((function.overloadpacket.__name__, len(args[0]) if isinstance(args[0], list) else 1, *types))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name, kernel", [("AdamW", "adamw"), ("Adam", "adam"), ("SGD momentum", "sgd")])
+def test_a_step_is_one_call_of_the_kernel_for_each_group(name, kernel):
+    def body(comm):
+        model = shard(comm, Net())
+        optimizer = made(shardproof.fsdp, name, groups_of(model))
+        train(model, optimizer, range(2), schedule=False)
+        with Operators() as operators:
+            optimizer.step()
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        assert operators.seen == [(f"_fused_{kernel}_", size) for size in sizes]
+
+    shardproof.run_threads(1, body)
+
+
+def test_state_goes_to_pytorchs_class_and_back_and_through_checkpoints(tmp_path):
+    folder = str(tmp_path / "step")
+
+    def begin(comm, lib):
+        with shardproof.seeded(0):
+            model = shard(comm, Net(width=9))
+        optimizer = made(lib, "AdamW", groups_of(model), fused=True)
+        return model, optimizer
+
+    def body(comm):
+        expected = begin(comm, torch.optim)
+        train(*expected, range(8), schedule=False)
+        run = begin(comm, shardproof.fsdp)
+        train(*run, range(2), schedule=False)
+        for index, lib in enumerate((torch.optim, shardproof.fsdp)):  # by state dicts
+            model, optimizer = begin(comm, lib)
+            model.load_state_dict(run[0].state_dict())
+            optimizer.load_state_dict(copy.deepcopy(run[1].state_dict()))
+            run = model, optimizer
+            train(*run, range(2 + index, 3 + index), schedule=False)
+        for index, lib in enumerate((torch.optim, shardproof.fsdp)):  # by checkpoints
+            shardproof.save(f"{folder}_{index}", *run)
+            run = begin(comm, lib)
+            shardproof.load(f"{folder}_{index}", *run)
+            train(*run, range(4 + 2 * index, 6 + 2 * index), schedule=False)
+        # A checkpoint of this library has no state for what a rank has no rows of.
+        assert_same(held(*run, has_rows=True), held(*expected, has_rows=True))
+
+    shardproof.run_threads(2, body)
+
+
+@pytest.mark.parametrize("way", [dict(), dict(fused=True)], ids=str)
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum"])
+def test_a_step_that_overflows_is_left_out_and_counts_nowhere(name, way):
+    def body(comm):
+        results = []
+        for scaled in (False, True):
+            with shardproof.seeded(0):
+                model = shard(comm, Net())
+            optimizer = made(shardproof.fsdp, name, groups_of(model), **way)
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            for step in range(4):
+                model.zero_grad()
+                loss = loss_of(model, batch(step))
+                if scaled:
+                    scaler.scale(loss * (1e38 if step == 1 and comm.rank == 1 else 1)).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                elif step != 1:
+                    loss.backward()
+                    optimizer.step()
+            results.append(held(model, optimizer))
+        assert scaler.get_scale() == 4.0
+        assert_same(*results)
+
+    shardproof.run_threads(2, body)
+
+
+def test_gradients_that_are_cut_otherwise_and_graphs_through_a_step_are_pytorchs_own():
+    def body(comm):
+        said = []
+        for lib in (shardproof.fsdp, torch.optim):
+            model = shard(comm, Net())
+            loss_of(model, batch(0)).backward()
+            for settings in (dict(differentiable=True), dict()):
+                with pytest.raises(RuntimeError) as raised:
+                    lib.AdamW(model.parameters(), **settings).step()
+                said.append(str(raised.value))
+                for p in model.parameters():
+                    p.grad = p.grad.redistribute(placements=[Replicate()])
+        assert said[:2] == said[2:] and "leaf Variable" in said[0] and "placement" in said[1]
+
+    shardproof.run_threads(2, body)
+
+
+def test_hooks_and_closures_are_those_of_pytorchs_steps():
+    def body(comm):
+        with shardproof.seeded(0):
+            model = shard(comm, Net())
+        optimizer, seen = shardproof.fsdp.AdamW(model.parameters(), lr=0.01), []
+        optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+        optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+
+        def closure():  # whose forward is the model's first
+            seen.append(torch.is_grad_enabled())
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(0))
+            loss.backward()
+            return loss
+
+        first = optimizer.step(closure).item()
+        assert loss_of(model, batch(0)).item() < first and optimizer.step(closure).item() < first
+        assert seen == ["before", True, "after"] * 2
+
+    shardproof.run_threads(2, body)
+
+
+def test_parameters_that_are_not_sharded_and_optimizers_that_are_copied_go_on():
+    plain = [nn.Parameter(torch.linspace(-1, 1, 7)), nn.Parameter(torch.ones(2, dtype=torch.complex64))]
+
+    def trained(kind, **settings):
+        params = copy.deepcopy(plain)
+        optimizer = kind([{"params": [p]} for p in params], lr=0.01, **settings)
+        for _ in range(2):
+            for p in optimizer.param_groups[0]["params"] + optimizer.param_groups[1]["params"]:
+                p.grad = p.detach() * 2
+            optimizer.step()
+            optimizer = copy.deepcopy(optimizer)
+        return [group["params"][0].detach() for group in optimizer.param_groups]
+
+    ours, loops = trained(shardproof.fsdp.AdamW), trained(torch.optim.AdamW)
+    assert torch.equal(ours[1], loops[1]) and not torch.equal(ours[1], plain[1])
+    torch.testing.assert_close(ours[0], loops[0])
