@@ -15,7 +15,7 @@ enum Units : int64_t { units_root, units_block, units_leaf, units_some, units_li
 enum Loss : int64_t { loss_mean, loss_sum, loss_tokens };
 enum Dividing : int64_t { divide_after, divide_before, divide_split, divide_collective };
 enum Dtype : int64_t { fp32, bf16, fp16 };
-enum Passes : int64_t { passes_apart, passes_in_order, passes_reversed, passes_alternating };
+enum Passes : int64_t { passes_apart, passes_in_order, passes_reversed, passes_alternating, passes_split };
 enum Schedule : int64_t { schedule_constant, schedule_cosine, schedule_linear };
 
 // The defaults of those of named_options() that random cases draw, and 0 for the others, which no case has.
@@ -48,7 +48,8 @@ struct CaseOptions {
   int64_t etp = 0;                 // ranks along tp hold slices of experts
   int64_t strided = 0;             // the model's input, and the gradient of its output, are dense and not contiguous
   int64_t fingerprint = 0;         // ranks compare fingerprints after each step
-  // Whether forwards of a step's microbatches come before their backwards; alternating: two are open at a time (1F1B).
+  // Whether forwards of a step's microbatches come before their backwards; alternating: two are open at a time (1F1B); split:
+  // a backward for the input follows each forward, and those for the weights come behind them all.
   int64_t passes = passes_apart;
   int64_t within = 0;              // within units are recomputed 1: cores of attention, 2: some modules
   int64_t activations = 0;         // lie in the host's memory between forward and backward 1: of every unit, 2: of some

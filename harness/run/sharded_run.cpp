@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -278,23 +279,25 @@ class RankRun {
   // Every forward and every backward of the step.
   void train(const golden::Step& step, size_t index, RankStep& result) {
     const size_t rounds = step.microbatches.size();
-    const int64_t passes = watch_ ? passes_apart : case_.options.passes;  // what is watched is one microbatch at a time
-    const size_t open_max = passes == passes_apart ? 1 : passes == passes_alternating ? 2 : rounds;
+    const size_t open_max = passes() == passes_apart ? 1 : passes() == passes_alternating ? 2 : rounds;
     std::vector<at::Tensor> losses;
     size_t done = 0;
     const auto go_back = [&] {
-      if (passes != passes_apart) say_which_is_next(index, done, rounds);
-      const size_t round = passes == passes_reversed ? rounds - 1 - done : done;
+      if (passes() != passes_apart) say_which_is_next(index, done, rounds);
+      const size_t round = passes() == passes_reversed ? rounds - 1 - done : done;
       backward(step, index, round, std::move(losses[round]));
       ++done;
     };
     for (size_t round = 0; round < rounds; ++round) {
-      if (passes == passes_apart) say_which_is_next(index, round, rounds);
+      if (passes() == passes_apart) say_which_is_next(index, round, rounds);
       losses.push_back(forward(step, index, round, result));
       if (losses.size() - done == open_max) go_back();
     }
     while (done < rounds) go_back();
   }
+
+  // What is watched is one microbatch at a time.
+  int64_t passes() const { return watch_ ? passes_apart : case_.options.passes; }
 
   void say_which_is_next(size_t index, size_t done, size_t rounds) {
     const bool last = done + 1 == rounds;
@@ -304,7 +307,9 @@ class RankRun {
 
   // Returns the loss, to run backwards from.
   at::Tensor forward(const golden::Step& step, size_t index, size_t round, RankStep& result) {
-    const golden::Microbatch data = microbatch(step, round);
+    golden::Microbatch data = microbatch(step, round);
+    const bool is_split = passes() == passes_split;
+    if (is_split && data.input.is_floating_point()) data.input = data.input.detach().requires_grad_();
     if (watch_) watch_->begin();
     if (case_.options.loss == loss_tokens) sharded_.add_tokens(data.target.numel());
     AuxiliaryLosses auxiliary;
@@ -315,12 +320,30 @@ class RankRun {
     if (!std::isfinite(result.losses.back()))
       throw NonFiniteError(
           fmt::format("rank {}, step {}, round {}: the loss is {}", rank_, index + 1, round, result.losses.back()));
-    return scaler_ ? scaler_->scale(loss) : loss;
+    const at::Tensor scaled = scaler_ ? scaler_->scale(loss) : loss;
+    if (is_split) go_back_to(data.input, scaled);
+    return scaled;
+  }
+
+  // A backward that makes no gradient of a parameter. Tokens have no gradient, and the first parameter that trains lies as far
+  // down.
+  void go_back_to(const at::Tensor& input, const at::Tensor& loss) {
+    const at::Tensor chosen = input.requires_grad() ? input : trained().at(0);
+    torch::autograd::grad({loss}, {chosen}, {}, /*retain_graph=*/true, /*create_graph=*/false, /*allow_unused=*/true);
+  }
+
+  std::vector<at::Tensor> trained() const {
+    std::vector<at::Tensor> parameters = network_.module->parameters();
+    std::erase_if(parameters, [](const at::Tensor& parameter) { return !parameter.requires_grad(); });
+    return parameters;
   }
 
   void backward(const golden::Step& step, size_t index, size_t round, at::Tensor loss) {
     if (watch_) watch_->begin_backward();
-    loss.backward();
+    if (passes() == passes_split && case_.seed % 2 == 0)
+      torch::autograd::backward({loss}, {}, {}, /*create_graph=*/false, trained());  // for the weights alone
+    else
+      loss.backward();
     if (watch_ && index == tracing_.step) write_down(step.microbatches[round][data_rank_].input);
   }
 
