@@ -342,3 +342,36 @@ def test_the_schedules_are_those_of_the_library():
     assert shardproof.warmup_inverse_sqrt(15, 4) == 0.5
     stable = [shardproof.warmup_stable_decay(step, 2, 8, 4, 0.5) for step in range(10)]
     assert stable == [0.5, 1.0, 1.0, 1.0, 1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_weights_have_their_gradients_from_what_a_backward_for_inputs_left_in_the_graph(strategy):
+    """As stages of pipelines without bubbles do: each node was given a gradient that the one of its parameters follows from."""
+    from torch.autograd.graph import GradientEdge
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    base = Net()
+
+    def body(comm):
+        model = copy.deepcopy(base)
+        sharded = shardproof.fully_shard(model, comm, strategy=strategy, units=[Block])
+        optimizer = shardproof.torch_optimizer(torch.optim.SGD, sharded, lr=0.1)
+        of_accumulator = {p.view_as(p).grad_fn.next_functions[0][0]: p for p in model.parameters()}
+        for step in range(2):
+            x, y = batch(step * comm.size + comm.rank)
+            _, groups = stage_backward_input([loss_of(model, (x.requires_grad_(), y))], None, [x], model.parameters())
+            for group in groups:
+                left = zip(group["intermediates"], group["grads"])
+                edges = [(GradientEdge(node, i), each) for node, got in left for i, each in enumerate(got) if each is not None]
+                sharded.set_last_microbatch(group is groups[-1])
+                sharded.set_gradient_sync(group is groups[-1])
+                for unit in sharded.units():
+                    unit.unshard()
+                weights = [of_accumulator[node] for node in group["params"]]
+                torch.autograd.backward(*zip(*edges), inputs=weights)
+            optimizer.step()
+        return sharded.gather()
+
+    _, expected = train_plain(base, lambda p: torch.optim.SGD(p, lr=0.1), steps=2, world=2)
+    for got in shardproof.run_threads(2, body):
+        assert_same_bits(got, dict(expected.named_parameters()))
