@@ -194,7 +194,10 @@ class FSDPModule:
         sharded.zero_gradients()
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        way_out = "Call set_requires_gradient_sync(False) before each backward but the last one"
+        way_out = (
+            "Call set_requires_gradient_sync(False) before each backward but the last one. Where a PipelineStage has called it, "
+            "import torch.distributed.pipelining before patch_torch()"
+        )
         raise _not_offered("set_manual_backward_finalization", way_out)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:

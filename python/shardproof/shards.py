@@ -263,10 +263,10 @@ class Shards:
         trained = [parameter.shard for parameter in self.every if parameter.shard.requires_grad]
         if trained and all(shard.grad is None for shard in trained):
             raise _C.Error(
-                f"[fsdp] rank {self.sharded().rank}: an optimizer steps, and no parameter of this model has a gradient, though a "
-                "backward has kept its graph since the last one that gave any. Run backward() for the weights behind it, without "
-                "inputs=, because parameters are whole within forwards and backwards only. A PipelineStage whose schedule makes "
-                "gradients of weights later takes dw_builder=lambda: lambda: None"
+                f"[fsdp] rank {self.sharded().rank}: an optimizer steps, and no parameter of this model has a gradient, though "
+                "a backward has kept its graph since the last one that gave any. Run backward() for the weights behind it, "
+                "without inputs=, because parameters are whole within forwards and backwards only. A PipelineStage whose "
+                "schedule makes gradients of weights later takes dw_builder=lambda: lambda: None"
             )
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> TorchState:
