@@ -371,7 +371,8 @@ def _begin_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _end_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    known = vars(optimizer).pop("_shardproof_models")  # to look for them takes as long as a small update
+    # To look for them takes as long as a small update. A step that calls another class's step ends twice.
+    known = vars(optimizer).pop("_shardproof_models", None)
     for sharded in shards_of(optimizer) if known is None else filter(None, (model() for model in known)):
         sharded.shards.follows = False
         sharded.shards.done.append(" | ".join([type(optimizer).__name__, *map(numbers_of, optimizer.param_groups)]))

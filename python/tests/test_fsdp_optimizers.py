@@ -277,6 +277,30 @@ def test_hooks_and_closures_are_those_of_pytorchs_steps():
     shardproof.run_threads(2, body)
 
 
+def test_a_class_of_the_callers_may_step_around_the_step_of_ours():
+    class Halved(shardproof.fsdp.AdamW):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                p.grad._local_tensor.mul_(0.5)
+            return super().step(closure)
+
+    def body(comm):
+        results = []
+        for kind, factor in ((shardproof.fsdp.AdamW, 0.5), (Halved, 1)):
+            with shardproof.seeded(0):
+                model = shard(comm, Net())
+            optimizer = kind(model.parameters(), lr=0.01)
+            for step in range(2):
+                model.zero_grad()
+                (loss_of(model, batch(step)) * factor).backward()
+                optimizer.step()
+            results.append(held(model, optimizer))
+        assert_same(*results)
+
+    shardproof.run_threads(2, body)
+
+
 def test_parameters_that_are_not_sharded_and_optimizers_that_are_copied_go_on():
     plain = [nn.Parameter(torch.linspace(-1, 1, 7)), nn.Parameter(torch.ones(2, dtype=torch.complex64))]
 
