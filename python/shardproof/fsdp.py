@@ -17,6 +17,7 @@ import weakref
 from typing import Any, Callable, Optional
 
 import torch
+import torch.distributed._composable.fsdp
 import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -42,7 +43,8 @@ class _Request:
         if isinstance(options["mesh"], str):
             options["mesh"] = comms_of(options["mesh"])
         device = next((p.device.type for module in modules for p in module.parameters() if not p.is_meta), "cpu")
-        self.cut, ignored = cut_of(options["mesh"], device), options["ignored"] or ()
+        self.cut, ignored = cut_of(options["mesh"], device, options["dp_mesh_dims"]), options["ignored"] or ()
+        options["mesh"] = options["mesh"] if self.cut.within is None else self.cut.mesh
         dim_of = functools.partial(_dim_of, options["shard_placement_fn"])
         self.places = {id(module): Places(module, self.cut, _is_unit, ignored, dim_of) for module in modules}
         self.triggers = [m.register_forward_pre_hook(self.run, prepend=True, with_kwargs=True) for m in modules]
@@ -106,10 +108,9 @@ class FSDPModule:
         sharded = self._shardproof_handle()
         names = {id(module): name for name, module in sharded.module.named_modules()}
         own = names[id(_first_of.get(self, lambda: self)())]
-        below = [
+        return [
             unit for unit in sharded.units() if unit.name == own or (recurse and (not own or unit.name.startswith(own + ".")))
         ]
-        return below
 
     def unshard(self, async_op: bool = False) -> "Optional[UnshardHandle]":
         """Gather this module's own parameters."""
@@ -195,8 +196,8 @@ class FSDPModule:
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         way_out = (
-            "Call set_requires_gradient_sync(False) before each backward but the last one. Where a PipelineStage has called it, "
-            "import torch.distributed.pipelining before patch_torch()"
+            "Call set_requires_gradient_sync(False) before each backward but the last one. Where a PipelineStage has called "
+            "it, import torch.distributed.pipelining before patch_torch()"
         )
         raise _not_offered("set_manual_backward_finalization", way_out)
 
@@ -264,6 +265,7 @@ def fully_shard(
     mp_policy: Any = None,
     offload_policy: Any = None,
     ignored_params: "Optional[set[nn.Parameter]]" = None,
+    dp_mesh_dims: Any = None,
     **options: Any,
 ) -> "nn.Module | list[nn.Module]":
     """Note down that this module is a unit, as FSDP2's ``fully_shard``, and return it.
@@ -284,6 +286,8 @@ def fully_shard(
         A CPUOffloadPolicy moves the optimizer's memory to the host.
     ignored_params : set of Parameter, optional
         They stay plain.
+    dp_mesh_dims : DataParallelMeshDims, optional
+        Which dimensions of `mesh` are data parallelism. Parameters are DTensors on `mesh`, or have types of spmd_types for it.
     **options
         Of the root: what `shardproof.fully_shard` takes besides, e.g. ``strategy`` or ``gather``.
 
@@ -307,6 +311,7 @@ def fully_shard(
             offload_policy=offload_policy,
             ignored=ignored_params,
             shard_placement_fn=shard_placement_fn,
+            dp_mesh_dims=dp_mesh_dims,
             options=options,
         ),
     )
@@ -365,7 +370,8 @@ def patch_torch() -> None:
     FSDP2's.
     """
     for name in ("fully_shard", "FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"):
-        setattr(torch.distributed.fsdp, name, globals()[name])
+        for place in (torch.distributed.fsdp, torch.distributed._composable.fsdp):
+            setattr(place, name, globals()[name])
 
 
 def _all_noted() -> "list[nn.Module]":
@@ -373,22 +379,15 @@ def _all_noted() -> "list[nn.Module]":
     return [module for module in (reference() for reference in _noted.keyrefs()) if module is not None]
 
 
-def _contains(outer: nn.Module, inner: nn.Module) -> bool:
-    return any(module is inner for module in outer.modules())
-
-
 def _root_of(module: nn.Module) -> nn.Module:
     """The outermost module that was noted down and has this one below it."""
-    around = [noted for noted in _all_noted() if _contains(noted, module)]
+    around = [noted for noted in _all_noted() if any(part is module for part in noted.modules())]
     return max(around, key=lambda noted: sum(1 for _ in noted.modules()), default=module)
 
 
 def _sharded_around(module: nn.Module) -> Optional[Sharded]:
     own = sharded_of(module)
-    if own is not None:
-        return own
-    known = _around.get(module)
-    return None if known is None else known()
+    return own if own is not None else _around.get(module, lambda: None)()
 
 
 def shard_now(root: nn.Module) -> Sharded:
@@ -491,10 +490,8 @@ def _values_of(root: nn.Module, places: "dict[int, Places]") -> dict:
 
 def __getattr__(name: str) -> Any:
     """``shardproof.fsdp.RMSprop`` and the like are torch.optim's own. Policies are FSDP2's own."""
-    if name in ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"):
-        from torch.distributed import fsdp  # pylint: disable=import-outside-toplevel
-
-        return getattr(fsdp, name)
+    if name in ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "DataParallelMeshDims"):
+        return getattr(torch.distributed.fsdp, name)
     kind = getattr(torch.optim, name, None)
     if name.startswith("_") or not isinstance(kind, type):
         raise AttributeError(f"module 'shardproof.fsdp' has no attribute '{name}', and torch.optim has no class of that name")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any, Callable, Optional
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -24,10 +25,23 @@ class Cut:
     mesh: Any  # a DeviceMesh
     rank: int
     ranks: int
+    within: Any = None  # the DeviceMesh of all dimensions, where dp_mesh_dims says which ones are data parallelism
+    names: "tuple[str, ...]" = ()  # those
+
+    @property
+    def others(self) -> "tuple[str, ...]":
+        """The dimensions that are not data parallelism."""
+        return () if self.within is None else tuple(name for name in self.within.mesh_dim_names if name not in self.names)
 
 
-def cut_of(mesh: Any, device: str) -> Cut:
-    """The cut on a mesh: a DeviceMesh, a MeshComm, a text, or None for all ranks of the default process group."""
+def cut_of(mesh: Any, device: str, dims: Any = None) -> Cut:
+    """The cut on a mesh: a DeviceMesh, a MeshComm, a text, or None for all ranks of the default process group.
+
+    With a DataParallelMeshDims, on these dimensions of a DeviceMesh.
+    """
+    if dims is not None:
+        cut = cut_of(_data_parallel_part(mesh, dims), device)
+        return dataclasses.replace(cut, within=mesh, names=(*dims.replicate_names, *dims.shard_names))
     is_ours = isinstance(mesh, _C.MeshComm)
     if is_ours:
         others = [name for name, size in mesh.axes() if name not in ("dp_replicate", "dp_shard") and size > 1]
@@ -55,6 +69,21 @@ def cut_of(mesh: Any, device: str) -> Cut:
     return Cut(mesh, mesh.get_coordinate()[-1], mesh.shape[-1])
 
 
+def _data_parallel_part(mesh: Any, dims: Any) -> DeviceMesh:
+    known = getattr(mesh, "mesh_dim_names", None) or ()
+    for name in (*dims.replicate_names, *dims.shard_names):
+        if name not in known:
+            raise _C.Error(f"[fsdp] dp_mesh_dims has the dimension {name!r}, and the mesh {known}. Give a DeviceMesh with it")
+    if not dims.shard_names:
+        raise _C.Error("[fsdp] dp_mesh_dims has no dimension to shard over. Give it shard=..., or leave the model to DDP")
+    parts = [
+        mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+        for names in (dims.replicate_names, dims.shard_names)
+        if names
+    ]
+    return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
+
+
 def comms_of(mesh: Any) -> _C.MeshComm:
     """The communicators of a mesh as `cut_of` takes it. The last dimension of a DeviceMesh cuts, as in FSDP2."""
     sizes = getattr(mesh, "shape", None)
@@ -79,7 +108,7 @@ class Parameter:
             raise _C.Error(f"[fsdp] parameter {name} is a scalar, which has no dim to cut. Give it the shape (1,)")
         if not 0 <= dim < given.dim():
             raise _C.Error(f"[fsdp] parameter {name} has {given.dim()} dims, and shard_placement_fn says dim {dim}")
-        self.tensor_parallel = given._spec if isinstance(given, DTensor) else None
+        self.parallel = _parallel_of(given, name, cut)
         self.dim = dim
         self.cut = cut
         rows_first = local_of(given).detach().movedim(dim, 0)
@@ -87,10 +116,10 @@ class Parameter:
         each = -(-rows // cut.ranks)
         self.begin, self.end = min(cut.rank * each, rows), min((cut.rank + 1) * each, rows)
         own = rows_first[self.begin : self.end].clone(memory_format=torch.contiguous_format)
-        shard = DTensor(self._turned(own), _spec_of(given, cut, dim), requires_grad=False)
+        shard = DTensor(self._turned(own), _spec_of(given, self.parallel, cut, dim), requires_grad=False)
         self.shard = nn.Parameter(shard, given.requires_grad)
         self.shard._shardproof_parameter = self
-        self.whole = nn.Parameter(torch.empty(self.shape, dtype=given.dtype, device="meta"), given.requires_grad)
+        self.whole = self.new_whole(given.dtype, given.requires_grad)
         self.turned: Optional[torch.Tensor] = None  # the whole one's memory, with dims in the module's order
         self.attributes = {key: value for key, value in vars(given).items() if key not in vars(self.shard)}
         for tensor in (self.shard, self.whole):
@@ -99,6 +128,13 @@ class Parameter:
         self.is_assigned = False
         self.view: Optional[torch.Tensor] = None  # of the engine's main parameter
         self.sharded: Callable = lambda: None  # the model's Sharded, once there is one
+
+    def new_whole(self, dtype: torch.dtype, requires_grad: bool) -> nn.Parameter:
+        """A whole parameter, without memory yet."""
+        whole = nn.Parameter(torch.empty(self.shape, dtype=dtype, device="meta"), requires_grad)
+        if hasattr(torch.Tensor, "_has_grad_dtype_override"):  # of newer torch, whose FSDP2 does so
+            whole.grad_dtype = None  # gradients that autograd makes in float32 keep their digits, as those of norms
+        return whole
 
     def take(self, shard: nn.Parameter) -> None:
         """Another DTensor is the shard from now on. Optimizers that have the old one get it at their next step."""
@@ -118,7 +154,7 @@ class Parameter:
 
     @property
     def is_as_in_engine(self) -> bool:
-        return self.dim == 0 and self.tensor_parallel is None
+        return self.dim == 0 and self.parallel is None
 
     def _turned(self, rows_first: torch.Tensor) -> torch.Tensor:
         return rows_first.movedim(0, self.dim) if self.dim else rows_first
@@ -140,14 +176,7 @@ class Parameter:
             self.turned = self._turned(self.whole.detach())
         with torch.enable_grad():
             turned = _Used.apply(self.whole, self.turned, self.dim)
-            if self.tensor_parallel is None:
-                return turned
-            mesh, placements, (shape, stride, _) = (
-                self.tensor_parallel.mesh,
-                self.tensor_parallel.placements,
-                self.tensor_parallel.tensor_meta,
-            )
-            return DTensor.from_local(turned, mesh, placements, run_check=False, shape=shape, stride=stride)
+            return turned if self.parallel is None else self.parallel.used(turned)
 
     def fill(self, begin: int, end: int, values: torch.Tensor) -> None:
         """Write the whole parameter's elements [begin, end) into `values`, as far as they are here, and zeros elsewhere."""
@@ -186,18 +215,87 @@ class _Used(torch.autograd.Function):
         return gradient.movedim(ctx.dim, 0), None, None
 
 
-def _spec_of(given: torch.Tensor, cut: Cut, dim: int) -> DTensorSpec:
-    """Where a shard of the given parameter lies: over the cut's mesh, and over that of a parameter that PyTorch cut before."""
-    strides = torch.empty(given.shape, device="meta").stride()
-    meta = TensorMeta(given.shape, strides, given.dtype)
-    placements = [*(Replicate() for _ in range(cut.mesh.ndim - 1)), Shard(dim)]
+class _Parallel:
+    """How a parameter lies over dimensions of a mesh that do not cut it here, and what its module computes with."""
+
+    def __init__(self, spec: DTensorSpec, gradients: "Optional[list]" = None, local_gradients: "Optional[list]" = None):
+        self.spec = spec
+        self.gradients = {} if gradients is None else {"grad_placements": gradients}
+        self.local_gradients = local_gradients  # of a plain tensor, which the module then computes with
+
+    def used(self, local: torch.Tensor) -> torch.Tensor:
+        shape, stride, _ = self.spec.tensor_meta
+        placed = DTensor.from_local(
+            local, self.spec.mesh, self.spec.placements, run_check=False, shape=shape, stride=stride, **self.gradients
+        )
+        return placed if self.local_gradients is None else placed.to_local(grad_placements=self.local_gradients)
+
+    def beside(self, cut: Cut) -> "tuple[Optional[DeviceMesh], list]":
+        """The dimensions that are not the cut's, and the placements there."""
+        names = [name for name in cut.others if name in self.spec.mesh.mesh_dim_names]
+        if cut.within is None or self.local_gradients is not None:
+            return self.spec.mesh, list(self.spec.placements)
+        at = self.spec.mesh.mesh_dim_names.index
+        return self.spec.mesh[tuple(names)] if names else None, [self.spec.placements[at(name)] for name in names]
+
+
+def _parallel_of(given: torch.Tensor, name: str, cut: Cut) -> Optional[_Parallel]:
     if not isinstance(given, DTensor):
+        return _annotated(given, name, cut) if cut.others else None
+    if cut.within is None:
+        return _Parallel(given._spec)
+    if given.device_mesh != cut.within:
+        raise _C.Error(
+            f"[fsdp] parameter {name} is a DTensor on {given.device_mesh}, and dp_mesh_dims is about {cut.within}. "
+            "Give fully_shard the mesh that the parameters are on"
+        )
+    gradients = list(given.placements)
+    for i, dimension in enumerate(cut.within.mesh_dim_names):
+        if dimension in cut.names:
+            if not given.placements[i].is_replicate():
+                raise _C.Error(
+                    f"[fsdp] parameter {name} is {given.placements[i]} over {dimension!r}, which dp_mesh_dims has. Make it "
+                    "Replicate() there"
+                )
+            gradients[i] = Partial()  # each rank has its own terms, which the engine adds
+    return _Parallel(given._spec, gradients)
+
+
+def _annotated(given: torch.Tensor, name: str, cut: Cut) -> _Parallel:
+    """A plain tensor to which spmd_types has noted down how it lies over the dimensions beside data parallelism."""
+    spmd = sys.modules.get("spmd_types")
+    types = {} if spmd is None else dict(spmd.get_local_type(given))
+    if types:
+        from spmd_types.runtime import get_partition_spec  # pylint: disable=import-outside-toplevel
+        from spmd_types.types import partition_spec_to_shard_types  # pylint: disable=import-outside-toplevel
+
+        dims = get_partition_spec(given)
+        types.update({} if dims is None else partition_spec_to_shard_types(dims))
+    found = [types.get(spmd.MeshAxis.of(cut.within.get_group(other))) if types else None for other in cut.others]
+    if None in found:
+        raise _C.Error(
+            f"[fsdp] parameter {name} is a plain tensor, and nothing says how it lies over {cut.others[found.index(None)]!r}, "
+            "which the mesh has beside dp_mesh_dims. Make it a DTensor on that mesh, or note down its type by spmd_types"
+        )
+    placements = [spmd.spmd_type_to_dtensor_placement(kind) for kind in found]
+    spec = DTensor.from_local(given.detach(), cut.within[cut.others], placements, run_check=False)._spec
+    return _Parallel(spec, None, [spmd.spmd_type_to_dtensor_placement(kind.backward_type()) for kind in found])
+
+
+def _spec_of(given: torch.Tensor, parallel: Optional[_Parallel], cut: Cut, dim: int) -> DTensorSpec:
+    """Where a shard of the given parameter lies: over the cut's mesh, and beside that as it lay before."""
+    placements = [*(Replicate() for _ in range(cut.mesh.ndim - 1)), Shard(dim)]
+    if parallel is None:
+        meta = TensorMeta(given.shape, torch.empty(given.shape, device="meta").stride(), given.dtype)
         return DTensorSpec(cut.mesh, tuple(placements), meta)
-    parts = given._spec.num_shards_map[dim]
+    parts = parallel.spec.num_shards_map[dim]
     if parts > 1:  # a rank has a part of each part
         placements[-1] = _StridedShard(dim, split_factor=parts)
-    mesh = DeviceMesh._concatenate([cut.mesh, given.device_mesh])
-    return DTensorSpec(mesh, (*placements, *given.placements), meta)
+    shape = parallel.spec.tensor_meta.shape
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), given.dtype)
+    mesh, others = parallel.beside(cut)
+    whole = cut.mesh if mesh is None else DeviceMesh._concatenate([cut.mesh, mesh])
+    return DTensorSpec(whole, (*placements, *others), meta)
 
 
 def shard_of(parameter: torch.Tensor) -> torch.Tensor:

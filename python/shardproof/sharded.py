@@ -68,7 +68,7 @@ class Sharded:
         self.shards = shards
         for hooks in self._hooks:
             if isinstance(hooks, UnitHooks) and (places := shards.places.get(id(hooks.module))) is not None:
-                hooks.put_shards_back(places, None if hooks.module is self.module else shards.publish_outside)
+                hooks.put_shards_back(places, None if hooks.module is self.module else shards.enter_unit)
         self.main_parameters_changed()
 
     def _zero_grad_of_module(self, set_to_none: bool = True) -> None:
@@ -93,7 +93,7 @@ class Sharded:
         else:
             self.main_parameters_changed()
         if self.shards is not None:
-            self.shards.open_forwards = 0
+            self.shards.forget_forwards()
 
     @uncompiled
     def _begin_forward(self, *_: Any) -> None:

@@ -74,8 +74,7 @@ class Places:
             parameter.mark()
             if parameter.whole.dtype != parameter.local.dtype or not parameter.whole.is_meta:
                 kept = vars(parameter.whole)
-                whole = torch.empty(parameter.shape, dtype=parameter.local.dtype, device="meta")
-                parameter.whole = nn.Parameter(whole, parameter.whole.requires_grad)
+                parameter.whole = parameter.new_whole(parameter.local.dtype, parameter.whole.requires_grad)
                 vars(parameter.whole).update(kept)
 
     def enter(self, has_memory: bool = True) -> None:
@@ -151,7 +150,8 @@ class Shards:
         self.done: "list[str]" = []  # optimizers' steps since the last forward
         self.event: Any = None  # the next forward waits for it
         self.follows = True  # the model computes with what the shards have, as far as is known
-        self.open_forwards = 0  # whose backward may still come
+        self.open_forwards = 0  # of the model, whose backward may still come
+        self.open_outside = False  # whether one of a unit alone may, as of a head that a loss calls by parts of its input
         self.keeps_graph = False  # the backward under way
         self.awaits_weights = False  # backwards that keep their graphs gave no parameter a gradient, and none has since
         views = {piece.name: piece.data for piece in sharded.main_parameters()}
@@ -218,7 +218,7 @@ class Shards:
                 self.follows = False
         # Writes of foreach kernels and through .data are counted nowhere. So values are taken anew wherever no backward may
         # need the parameters as they were. Every rank finds the same, as all run the same forwards and backwards.
-        lags = not self.follows or self.open_forwards == 0
+        lags = not self.follows or not (self.open_forwards or self.open_outside)
         self.follows = True
         return lags
 
@@ -246,6 +246,8 @@ class Shards:
         self.in_backward = False
         if self.keeps_graph:  # another backward of the same forward may come
             self.keeps_graph = False
+        elif self.open_outside:
+            self.open_outside = False
         else:
             self.open_forwards = max(0, self.open_forwards - 1)
         for places in self.places.values():
@@ -287,10 +289,20 @@ class Shards:
         if not self.in_backward and not any(places.depth or places.held for places in self.places.values()):
             self.sharded()._publish()
 
+    def enter_unit(self) -> None:
+        """Before the forward of a unit that is not the root."""
+        self.publish_outside()
+        if not self.in_backward and not any(places.depth for places in self.places.values()):
+            self.open_outside |= torch.is_grad_enabled()
+
+    def forget_forwards(self) -> None:
+        """No backward needs parameters as they were."""
+        self.open_forwards, self.open_outside = 0, False
+
     def reset(self) -> None:
         """After whatever has ended a forward or backward: modules have their shards."""
         self.in_backward = False
-        self.open_forwards = 0
+        self.forget_forwards()
         for places in self.places.values():
             places.depth = 0
             places.hold(False)

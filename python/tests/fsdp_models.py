@@ -450,3 +450,43 @@ def tensor_parallelism_of_pytorch(lib):
     set_model_state_dict(other, get_model_state_dict(model))
     placed = [str(p.placements) for p in model.parameters()]
     return placed, losses, gradients(model), values(model), values(other)
+
+
+def data_parallelism_as_dimensions_of_one_mesh(lib):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_module, distribute_tensor
+
+    def trained(names, **dims):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        data = [Replicate() if name == "tp" else Shard(0) for name in names]
+        columns = {"up": Shard(0), "down": Shard(1)}  # weights of which dim the ranks of tensor parallelism share
+
+        def place(name, part, mesh):
+            for key, value in part._parameters.items():
+                tp = columns.get(name.split(".")[-1], Replicate()) if key == "weight" or name.endswith("up") else Replicate()
+                placements = [tp if each == "tp" else Replicate() for each in names]
+                part._parameters[key] = nn.Parameter(distribute_tensor(value, mesh, placements))
+
+        def loss(model, given):
+            x, y = given
+            placed = model(DTensor.from_local(x, mesh, data)).redistribute(mesh, data)
+            return (placed.to_local() - y).square().mean()
+
+        model = distribute_module(net(), mesh, place)
+        sharded(lib, model, mesh=mesh, dp_mesh_dims=lib.DataParallelMeshDims(**dims))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+        number = mesh.get_coordinate()[0] if "tp" in names else dist.get_rank()
+        losses = []
+        for step in range(3):
+            optimizer.zero_grad()
+            losses.append(loss(model, batch(4 * step + number)))
+            losses[-1].backward()
+            optimizer.step()
+        placed = [str(p.placements) for p in model.parameters()]
+        return placed, torch.stack(losses).detach(), gradients(model), values(model)
+
+    return (
+        trained(("dp_shard", "tp"), shard="dp_shard"),
+        trained(("dp_replicate", "dp_shard"), replicate="dp_replicate", shard="dp_shard"),
+        trained(("dp_shard", "cp"), shard=("dp_shard", "cp")),
+    )

@@ -3,10 +3,11 @@
 import math
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_kit import given, gradients, net, sharded, train, values, whole
-from models import loss_of
+from models import Net, loss_of
 
 
 def an_optimizer_of_shards(lib):
@@ -99,6 +100,47 @@ def forwards_before_their_backwards(lib):
     for loss in (losses[1], losses[0], losses[2]):
         loss.backward()
     return gradients(model)
+
+
+def a_loss_that_calls_the_head_by_parts(lib):
+    """As torchtitan's: backwards of the head come between the forward of the model and its backward."""
+
+    class Headless(Net):
+        def forward(self, x):
+            x = self.inp(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.norm(x)
+
+    model = Headless()
+    model.load_state_dict(net().state_dict())
+    model.norm = nn.LayerNorm(12)
+    lib.fully_shard([model.norm, model.out])
+    sharded(lib, model)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
+
+    def keep_head(kept):
+        model.out.set_reshard_after_forward(not kept)
+        model.out.set_reshard_after_backward(not kept)
+        model.out.set_requires_gradient_sync(not kept, recurse=False)
+
+    for step in range(3):
+        x, y = given(step)
+        hidden = model(x)
+        parts = [part.detach().requires_grad_() for part in hidden.split(2)]
+        keep_head(True)
+        model.out.unshard()
+        for part, label in zip(parts, y.split(2)):
+            if part is parts[-1]:
+                model.out.set_requires_gradient_sync(True, recurse=False)
+            losses.append((model.out(part) - label).square().sum() / len(y))
+            losses[-1].backward()
+        keep_head(False)
+        model.out.reshard()
+        hidden.backward(torch.cat([part.grad for part in parts]))
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(losses).detach(), values(model)
 
 
 def gradients_of_inputs(lib):

@@ -18,6 +18,7 @@ import torch.distributed.fsdp  # noqa: E402, F401
 import disagreeing  # noqa: E402
 import peer_ranks  # noqa: E402
 import shardproof  # noqa: E402
+import shardproof.fsdp  # noqa: E402
 from models import Block, Net, assert_same_bits, batch, loss_of, train_plain  # noqa: E402
 
 
@@ -272,6 +273,34 @@ def checkpoint(folder):
     whole = sharded.gather()
     for name, value in model.named_parameters():
         assert torch.allclose(value.full_tensor(), whole[name], rtol=1e-5, atol=1e-6), name
+
+
+def dimensions_that_do_not_fit():
+    """Each is an error on every rank before anything is sharded."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import DataParallelMeshDims
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh, other = (init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_shard", tp)) for tp in ("tp", "experts"))
+
+    def refused(message, place=None, **dims):
+        model = torch.nn.Linear(4, 4, bias=False)
+        if place is not None:
+            model.weight = torch.nn.Parameter(distribute_tensor(model.weight, *place))
+        before = model.weight
+        try:
+            shardproof.fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
+        except shardproof.Error as error:
+            assert message in str(error), error
+            assert model.weight is before and type(model) is torch.nn.Linear
+            return
+        raise AssertionError(f"nothing was refused: {message}")
+
+    refused("the dimension 'dp', and the mesh ('dp_shard', 'tp'). Give a DeviceMesh with it", shard="dp")
+    refused("has no dimension to shard over", replicate="dp_shard")
+    refused("parameter weight is a plain tensor, and nothing says how it lies over 'tp'", shard="dp_shard")
+    refused("Give fully_shard the mesh that the parameters are on", (other, [Replicate(), Replicate()]), shard="dp_shard")
+    refused("weight is S(0) over 'dp_shard', which dp_mesh_dims has", (mesh, [Shard(0), Replicate()]), shard="dp_shard")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import fsdp_models
 import fsdp_training
 import gloo_ranks
 import pytest
+import torch.distributed.fsdp
 from peer_ranks import run_ranks
 
 import shardproof.check as check
@@ -20,12 +21,19 @@ PROGRAMS = [
 # Three ranks have parts of different lengths. Compilers take most of the time, and see whole parameters however many ranks
 # there are; tensor parallelism needs an even number.
 ON_TWO = ["compiled_blocks", "blocks_that_are_compiled_after_wrapping", "tensor_parallelism_of_pytorch", "replicas_of_shards"]
+ON_FOUR = ["data_parallelism_as_dimensions_of_one_mesh"]
 
 
-@pytest.mark.parametrize("ranks, names", [(2, ON_TWO), (3, [name for name in PROGRAMS if name not in ON_TWO[:2]])])
+@pytest.mark.parametrize("ranks, names", [(2, ON_TWO), (3, [name for name in PROGRAMS if name not in (*ON_TWO[:2], *ON_FOUR)])])
 def test_programs_of_fsdp2_compute_the_same_after_a_change_of_the_import(ranks, names):
     assert set(names) <= set(PROGRAMS)
     run_ranks(gloo_ranks.__file__, ranks, ["programs", *names])
+
+
+@pytest.mark.skipif(not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"), reason="this torch has none")
+def test_data_parallelism_may_be_dimensions_of_the_mesh_that_parameters_are_on():
+    run_ranks(gloo_ranks.__file__, 4, ["programs", *ON_FOUR])
+    run_ranks(gloo_ranks.__file__, 2, ["dimensions_that_do_not_fit"])
 
 
 def test_drawn_models_histories_and_checkpoints_hold():
