@@ -5,12 +5,13 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardproof
 import shardproof.fsdp
-from fsdp_on_threads import shard, whole
+from fsdp_on_threads import HALF, shard, whole
 from models import Net, assert_same_bits, batch, loss_of
 from shardproof.fsdp import fully_shard
 
@@ -197,7 +198,10 @@ def test_state_goes_to_pytorchs_class_and_back_and_through_checkpoints(tmp_path)
         for index, lib in enumerate((torch.optim, shardproof.fsdp)):  # by state dicts
             model, optimizer = begin(comm, lib)
             model.load_state_dict(run[0].state_dict())
-            optimizer.load_state_dict(copy.deepcopy(run[1].state_dict()))
+            if index == 0:
+                optimizer.load_state_dict(copy.deepcopy(run[1].state_dict()))
+            else:
+                set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(*run))
             run = model, optimizer
             train(*run, range(2 + index, 3 + index), schedule=False)
         for index, lib in enumerate((torch.optim, shardproof.fsdp)):  # by checkpoints
@@ -258,14 +262,15 @@ def test_gradients_that_are_cut_otherwise_and_graphs_through_a_step_are_pytorchs
 def test_hooks_and_closures_are_those_of_pytorchs_steps():
     def body(comm):
         with shardproof.seeded(0):
-            model = shard(comm, Net())
-        optimizer, seen = shardproof.fsdp.AdamW(model.parameters(), lr=0.01), []
+            model = shard(comm, Net(), mp_policy=HALF)  # whose units have copies of shards
+        optimizer, seen, waiting = shardproof.fsdp.AdamW(model.parameters(), lr=0.01), [], []
         optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
         optimizer.register_step_post_hook(lambda *_: seen.append("after"))
 
         def closure():  # whose forward is the model's first
             seen.append(torch.is_grad_enabled())
             optimizer.zero_grad()
+            waiting.append(loss_of(model, batch(1)))  # for a backward that does not come
             loss = loss_of(model, batch(0))
             loss.backward()
             return loss
