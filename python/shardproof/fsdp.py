@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard
 from . import _C
 from .shard_norms import clip_grad_norm_
 from .sharded import Sharded, sharded_of
-from .sharding import fully_shard as _fully_shard
+from .sharding import as_precision, fully_shard as _fully_shard
 from .shard_parameter import comms_of, cut_of
 from .shards import Places, Shards
 from .torch_private import uncompiled
@@ -416,6 +416,8 @@ def shard_now(root: nn.Module) -> Sharded:
     places: "dict[int, Places]" = {}
     for request in requests.values():
         places.update(request.places)
+        for each in request.places.values():
+            each.sums = getattr(as_precision(request.options["precision"]), "reduce", None)
     units = [
         Unit(
             [module for module in (reference() for reference in request.modules) if module is not None],

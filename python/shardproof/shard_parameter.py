@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from . import _C
 from .ranks import default_comm, mesh_comm
-from .torch_private import local_of
+from .torch_private import KEEPS_GRADIENT_DTYPES, local_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +132,12 @@ class Parameter:
     def new_whole(self, dtype: torch.dtype, requires_grad: bool) -> nn.Parameter:
         """A whole parameter, without memory yet."""
         whole = nn.Parameter(torch.empty(self.shape, dtype=dtype, device="meta"), requires_grad)
-        if hasattr(torch.Tensor, "_has_grad_dtype_override"):  # of newer torch, whose FSDP2 does so
-            whole.grad_dtype = None  # gradients that autograd makes in float32 keep their digits, as those of norms
         return whole
+
+    def set_gradient_dtype(self, dtype: Optional[torch.dtype]) -> None:
+        """In which dtype autograd hands gradients over. With None in that in which it makes them."""
+        if KEEPS_GRADIENT_DTYPES and self.whole.requires_grad:
+            self.whole.grad_dtype = dtype
 
     def take(self, shard: nn.Parameter) -> None:
         """Another DTensor is the shard from now on. Optimizers that have the old one get it at their next step."""

@@ -14,6 +14,7 @@ from torch import nn
 from . import _C
 from .ranks import comm_of, mesh_comm, usable_device
 from .sharded import Sharded, owner_of, sharded_of
+from .torch_private import KEEPS_GRADIENT_DTYPES
 from .units import Precision, Unit, as_list, select_units
 
 # What `parallelize` did to a model, for `fully_shard`: the same mirror.
@@ -224,7 +225,7 @@ def as_precision(precision: Any) -> Optional[Precision]:
             )
         return Precision(
             compute=precision.param_dtype,
-            reduce=precision.reduce_dtype or precision.param_dtype,
+            reduce=precision.reduce_dtype or (None if KEEPS_GRADIENT_DTYPES else precision.param_dtype),
             output=precision.output_dtype,
             cast_inputs=precision.cast_forward_inputs,
         )

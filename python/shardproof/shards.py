@@ -39,6 +39,8 @@ class Places:
         self.depth = 0
         self.held = False
         self.used: "dict[int, torch.Tensor]" = {}  # what the module has in the place of shards
+        self.sums: Optional[torch.dtype] = None  # in which gradients of several backwards are added
+        self.adds = False  # whether some wait for the next one
         for name, part in _own_modules(module, is_unit):
             for key, given in part._parameters.items():
                 if given is None or id(given) in spared:
@@ -76,6 +78,12 @@ class Places:
                 kept = vars(parameter.whole)
                 parameter.whole = parameter.new_whole(parameter.local.dtype, parameter.whole.requires_grad)
                 vars(parameter.whole).update(kept)
+
+    def begin_backward(self, reduces: bool) -> None:
+        """Says in which dtypes gradients come: the first term of a sum on this rank has the digits of the sum, as FSDP2's."""
+        as_made, self.adds = reduces or self.adds, not reduces
+        for _, _, parameter in self.entries:
+            parameter.set_gradient_dtype(None if as_made else self.sums or parameter.local.dtype)
 
     def enter(self, has_memory: bool = True) -> None:
         self.depth += 1
@@ -146,6 +154,9 @@ class Shards:
         by_whole = {id(p.whole): p for each in places.values() for _, _, p in each.entries}
         self.by_name = {name: by_whole[id(value)] for name, value in named if id(value) in by_whole}
         self.every = list(by_whole.values())
+        of_units = {unit.name: unit for unit in sharded.units()}
+        modules = [(name, module) for name, module in sharded.module.named_modules() if name in of_units]
+        self.adding = [(of_units[name], places[id(module)]) for name, module in modules if id(module) in places]
         self.in_backward = False
         self.done: "list[str]" = []  # optimizers' steps since the last forward
         self.event: Any = None  # the next forward waits for it
@@ -228,6 +239,8 @@ class Shards:
                 self._end_backward()
             self.in_backward = True
             self.keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+            for unit, places in self.adding:
+                places.begin_backward(unit.gradient_sync)
             for places in self.places.values():
                 places.enter(has_memory=False)
             return

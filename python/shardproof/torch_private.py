@@ -19,6 +19,9 @@ RENAMED = {
     "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
 }
 
+# Since torch 2.15 FSDP2 keeps gradients in their own dtype, and reduces them in that of the parameters where it is told none.
+KEEPS_GRADIENT_DTYPES = hasattr(torch.Tensor, "_has_grad_dtype_override")
+
 
 def under_new_names(group: type) -> type:
     """A class of process groups, whose collectives newer torch finds, too."""

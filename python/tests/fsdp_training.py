@@ -22,6 +22,12 @@ def mixed_precision(lib):
     return train(model, torch.optim.AdamW(model.parameters(), lr=0.01), loss=lambda m, b: loss_of(m, b).float()), values(model)
 
 
+def mixed_precision_without_a_dtype_of_sums(lib):
+    model = sharded(lib, mp_policy=lib.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    loss_of(model, given(0)).float().backward()
+    return gradients(model)
+
+
 def parameters_stay_whole_after_the_forward(lib):
     model = sharded(lib, reshard_after_forward=False)
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)), values(model)
