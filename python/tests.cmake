@@ -14,8 +14,9 @@ set_tests_properties(Python.check_engines Python.check_findings Python.verify_zo
 # Its models and modules take 13 minutes of one core, which beside other tests is more than the 25 minutes that CTest gives.
 set_tests_properties(Python.verify_zoo PROPERTIES TIMEOUT 7200)
 
-# Where peft is not installed nothing of this file runs, and the test says that it was skipped, and why.
+# Where peft or torchtitan is not installed nothing of these files runs, and the test says that it was skipped, and why.
 set_tests_properties(Python.peft PROPERTIES SKIP_REGULAR_EXPRESSION "peft is not installed")
+set_tests_properties(Python.torchtitan PROPERTIES SKIP_REGULAR_EXPRESSION "torchtitan is not installed")
 
 # Without a GPU the test says that it was skipped, and why. `ctest -L cuda` has it too.
 set_tests_properties(Python.cuda PROPERTIES LABELS "python;cuda" SKIP_REGULAR_EXPRESSION "CUDA cannot be used here")
