@@ -33,6 +33,13 @@ class Mlp(nn.Module):
         return self.layers[1](torch.tanh(self.layers[0](x)))
 
 
+class Float32:
+    """The module torch, with float32 in the place of bfloat16."""
+
+    def __getattr__(self, name):
+        return torch.float32 if name == "bfloat16" else getattr(torch, name)
+
+
 def muon_and_adamw(model, **settings):
     matrices = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() != 2]
@@ -48,8 +55,9 @@ def build(kind, loads):
     torch.manual_seed(17)
     model, world = Mlp(), dist.get_world_size()
     if kind.startswith("muon"):
-        if kind == "muon_float32":  # torch.optim.Muon converts by this method and nothing else does
-            torch.Tensor.bfloat16 = torch.Tensor.clone
+        if kind == "muon_float32":
+            torch.Tensor.bfloat16 = torch.Tensor.clone  # by which torch.optim.Muon converts in torch 2.11, and nothing else does
+            torch.optim._muon.torch = Float32()  # newer torch names the dtype there
         return model, muon_and_adamw(model, **(OTHER_MUON if loads else MUON)), 0, 1
     ranks = world  # that share the samples
     mesh = init_device_mesh("cpu", (world,))
