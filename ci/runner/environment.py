@@ -93,8 +93,8 @@ def torches():
 
 
 def find_python(root, environment, preferred=None):
-    """Asks SHARDPROOF_PYTHON alone where it is set, else the candidates. Returns what the first says that has the preferred torch,
-    or else the first that has a torch which the tree builds with."""
+    """Asks SHARDPROOF_PYTHON alone where it is set, else the candidates. Returns what the first with the preferred torch says,
+    or else the first with a torch that the tree builds with."""
     given = environment.get("SHARDPROOF_PYTHON")
     seen, fit, others = set(), [], []
     for python in [given] if given else candidates(root, environment):
@@ -114,8 +114,8 @@ def find_python(root, environment, preferred=None):
     if fit:
         return fit[0]
     where = f"SHARDPROOF_PYTHON={given}" if given else f"{len(seen)} interpreters"
-    raise Trouble(f"no Python with torch {', '.join(torches())} among {where}{': ' if others else ''}{'; '.join(others)}. Name one by "
-                  "SHARDPROOF_PYTHON=FILE")
+    raise Trouble(f"no Python with torch {', '.join(torches())} among {where}{': ' if others else ''}{'; '.join(others)}. Name "
+                  "one by SHARDPROOF_PYTHON=FILE")
 
 
 def gpus(python):

@@ -56,7 +56,7 @@ def build(kind, loads):
     model, world = Mlp(), dist.get_world_size()
     if kind.startswith("muon"):
         if kind == "muon_float32":
-            torch.Tensor.bfloat16 = torch.Tensor.clone  # by which torch.optim.Muon converts in torch 2.11, and nothing else does
+            torch.Tensor.bfloat16 = torch.Tensor.clone  # by which Muon converts in torch 2.11, and nothing else does
             torch.optim._muon.torch = Float32()  # newer torch names the dtype there
         return model, muon_and_adamw(model, **(OTHER_MUON if loads else MUON)), 0, 1
     ranks = world  # that share the samples

@@ -23,7 +23,8 @@ OWN = "%d.%d" % sys.version_info[:2]
 
 
 class Prebuilt(ScratchCase):
-    def archive(self, pythons=(OWN,), torch="2.11", program=f'case "$1" in --version) ;; *) echo "{NO_DRIVER}"; exit 2 ;; esac'):
+    def archive(self, pythons=(OWN,), torch="2.11",
+                program=f'case "$1" in --version) ;; *) echo "{NO_DRIVER}"; exit 2 ;; esac'):
         """An archive whose programs are this script."""
         folder = self.path(prebuilt.FOLDER)
         write(os.path.join(folder, "prebuilt.json"), json.dumps({"tree": "abc123", "torch": torch, "pythons": pythons}))
@@ -103,7 +104,8 @@ class Prebuilt(ScratchCase):
         self.assertIn("cannot read", self.reason(self.path("none.tar.xz")))
 
     def test_tests_and_programs_find_what_they_need_by_links(self):
-        folder, why_not = prebuilt.take(self.archive(), self.path("taken"), ROOT, {"version": OWN, "torch": "/site/torch", "release": "2.11.0"})
+        said = {"version": OWN, "torch": "/site/torch", "release": "2.11.0"}
+        folder, why_not = prebuilt.take(self.archive(), self.path("taken"), ROOT, said)
         self.assertIsNone(why_not)
         prebuilt.lay_tests(folder, ROOT, "/its/python")
         with open(os.path.join(folder, "CTestTestfile.cmake"), encoding="utf-8") as file:

@@ -48,8 +48,8 @@ ci/zoo --json rows.jsonl --markdown docs/zoo.md --models ci/lib/zoo/models.md   
 The parts are every module of the database that `torch.testing` has of torch's modules, with some of its inputs, and
 what that database leaves out; a tiny config of every type of `transformers`, made by what its fields are called; and of
 each family of `timm` the smallest model, made smaller where its class takes sizes. The first call installs
-`ci/requirements/zoo-*.lock` into `build-zoo-*`. A sample runs by night, and a small one of torch's modules in every run of
-the tests. The exit code is 1 where a value is wrong, an error does not say what is wrong, a rank hangs or a process
+`ci/requirements/zoo-*.lock` into `build-zoo-*`. A sample runs by night, and a small one of torch's modules in every run
+of the tests. The exit code is 1 where a value is wrong, an error does not say what is wrong, a rank hangs or a process
 crashes, unless `ci/lib/zoo/expected.txt` has the model and the reason.
 """
 
