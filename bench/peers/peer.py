@@ -279,10 +279,14 @@ def adamw(spec, model):
         # Each rank sends what it updated as one buffer, without a copy.
         return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=spec["lr"],
                                        fused=True)
+    optim = torch.optim
+    if spec["strategy"] == "python_gloo":
+        from shardproof import fsdp as optim
+
     groups = {}
     for parameter in model.parameters():
         groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    return torch.optim.AdamW([{"params": group} for group in groups.values()], lr=spec["lr"], fused=True)
+    return optim.AdamW([{"params": group} for group in groups.values()], lr=spec["lr"], fused=True)
 
 
 def part_of_batch(spec, rank):
