@@ -256,8 +256,7 @@ def wrap(spec, model):
 
         for block in model.blocks:
             shard(block, mesh=mesh)
-        # One unit ahead. FSDP2 does so on a GPU; over Gloo its collectives block.
-        return shard(model, mesh=mesh, strategy=spec["ours"], prefetch_forward=1, prefetch_backward=1)
+        return shard(model, mesh=mesh, strategy=spec["ours"])
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options = {"mesh": mesh, "mp_policy": bf16 if spec["bf16"] else MixedPrecisionPolicy()}
     if spec["strategy"] == "fsdp2_zero2":
