@@ -5,7 +5,7 @@ function(shardproof_device_test)
   shardproof_test(NAME ${ARG_NAME} LABEL device CASES ${ARG_CASES} TORCH LIBRARIES shardproof_cuda ${ARG_LIBRARIES}
     SOURCES ${ARG_SOURCES})
   gtest_discover_tests(${ARG_NAME} TEST_PREFIX Cuda. DISCOVERY_TIMEOUT 60 PROPERTIES LABELS cuda RESOURCE_GROUPS 1,gpus:1
-    ENVIRONMENT "SHARDPROOF_TEST_DEVICE=cuda;RC_PARAMS=max_success=${ARG_CASES}")
+    ENVIRONMENT SHARDPROOF_TEST_DEVICE=cuda ENVIRONMENT_MODIFICATION RC_PARAMS=set:max_success=${ARG_CASES})
 endfunction()
 
 shardproof_device_test(NAME device_math_props CASES 300 LIBRARIES golden SOURCES
@@ -49,7 +49,7 @@ set_tests_properties(DeviceSchedules.a_hundred_of_each_case_give_the_same_bits P
 shardproof_test(NAME step_graph_props LABEL device CASES 20 TORCH LIBRARIES fake_device SOURCES
   sharding/step_graph_props.cpp doubles/echo_comm.cpp)
 gtest_discover_tests(step_graph_props TEST_PREFIX Cuda. TEST_FILTER "StepGraphs.*" DISCOVERY_TIMEOUT 60 PROPERTIES LABELS cuda
-  RESOURCE_GROUPS 1,gpus:1 ENVIRONMENT "SHARDPROOF_TEST_DEVICE=cuda;RC_PARAMS=max_success=20")
+  RESOURCE_GROUPS 1,gpus:1 ENVIRONMENT SHARDPROOF_TEST_DEVICE=cuda ENVIRONMENT_MODIFICATION RC_PARAMS=set:max_success=20)
 # What comes on streams that the library did not choose.
 shardproof_test(NAME side_streams_props LABEL device TORCH LIBRARIES fake_device SOURCES
   sharding/side_streams_props.cpp doubles/echo_comm.cpp)

@@ -6,7 +6,7 @@ foreach(path IN LISTS _tests)
   add_test(NAME "Python.${name}" COMMAND "${SHARDPROOF_VENV}/bin/python" -m pytest -q -rs -p no:cacheprovider "${path}"
     WORKING_DIRECTORY "${PROJECT_SOURCE_DIR}")
   set_tests_properties("Python.${name}" PROPERTIES LABELS python
-    ENVIRONMENT "PYTHONPATH=${CMAKE_BINARY_DIR}/python;PYTHONDONTWRITEBYTECODE=1;OMP_NUM_THREADS=1")
+    ENVIRONMENT "PYTHONPATH=${CMAKE_BINARY_DIR}/python;PYTHONDONTWRITEBYTECODE=1;OMP_NUM_THREADS=1;MKL_CBWR=AUTO")
 endforeach()
 
 # Campaigns over PyTorch's own engines and models of others, and the reruns of what was found, take minutes.

@@ -76,6 +76,12 @@ def _data_parallel_part(mesh: Any, dims: Any) -> DeviceMesh:
             raise _C.Error(f"[fsdp] dp_mesh_dims has the dimension {name!r}, and the mesh {known}. Give a DeviceMesh with it")
     if not dims.shard_names:
         raise _C.Error("[fsdp] dp_mesh_dims has no dimension to shard over. Give it shard=..., or leave the model to DDP")
+    order = [known.index(name) for name in (*dims.replicate_names, *dims.shard_names)]
+    if order != sorted(order):
+        raise _C.Error(
+            f"[fsdp] dp_mesh_dims replicates over {tuple(dims.replicate_names)} and shards over {tuple(dims.shard_names)}, and "
+            f"the mesh has the dimensions {known}. Make one in which they come in this order"
+        )
     parts = [
         mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
         for names in (dims.replicate_names, dims.shard_names)

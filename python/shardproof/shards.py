@@ -247,6 +247,8 @@ class Shards:
         kept_graph = self.keeps_graph
         self._end_backward()
         used, pieces = self.sharded()._engine.hand_over_gradients()
+        if kept_graph and used:
+            self._end_forward()
         self.awaits_weights = not used and (self.awaits_weights or kept_graph)
         local = {piece.name: piece.data for piece in pieces}
         with torch.no_grad():
@@ -257,32 +259,23 @@ class Shards:
 
     def _end_backward(self) -> None:
         self.in_backward = False
-        if self.keeps_graph:  # another backward of the same forward may come
+        if self.keeps_graph:  # a backward for the weights of the same forward may come
             self.keeps_graph = False
-        elif self.open_outside:
+        else:
+            self._end_forward()
+        for places in self.places.values():
+            places.leave()
+
+    def _end_forward(self) -> None:
+        if self.open_outside:
             self.open_outside = False
         else:
             self.open_forwards = max(0, self.open_forwards - 1)
-        for places in self.places.values():
-            places.leave()
 
     def end_lost_backward(self) -> None:
         """After a backward that an exception has ended: the module has its shards again."""
         if self.in_backward and torch._C._current_graph_task_id() < 0:
             self._end_backward()
-
-    def require_weights(self) -> None:
-        """Refuses a step that would train nothing, since gradients of weights have gone where no shard is."""
-        if not self.awaits_weights:
-            return
-        trained = [parameter.shard for parameter in self.every if parameter.shard.requires_grad]
-        if trained and all(shard.grad is None for shard in trained):
-            raise _C.Error(
-                f"[fsdp] rank {self.sharded().rank}: an optimizer steps, and no parameter of this model has a gradient, though "
-                "a backward has kept its graph since the last one that gave any. Run backward() for the weights behind it, "
-                "without inputs=, because parameters are whole within forwards and backwards only. A PipelineStage whose "
-                "schedule makes gradients of weights later takes dw_builder=lambda: lambda: None"
-            )
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> TorchState:
         """The state of an optimizer of shards, to be saved or loaded."""
@@ -386,12 +379,24 @@ def shards_of(optimizer: torch.optim.Optimizer) -> "list[Any]":
     return list(models.values())
 
 
+def _require_weights(optimizer: torch.optim.Optimizer, models: "list[Any]") -> None:
+    """Refuses a step that would train nothing, since gradients of weights have gone where no shard is."""
+    waiting = [sharded.rank for sharded in models if sharded.shards.awaits_weights]
+    if waiting and all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+        raise _C.Error(
+            f"[fsdp] rank {waiting[0]}: {type(optimizer).__name__} steps, and none of its parameters has a gradient, though a "
+            "backward has kept its graph since the last one that gave any. Run backward() for the weights behind it, without "
+            "inputs=, because parameters are whole within forwards and backwards only. A PipelineStage whose schedule makes "
+            "gradients of weights later takes dw_builder=lambda: lambda: None. Leave out a step that is to do nothing"
+        )
+
+
 def _begin_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     models = shards_of(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # whose forward may make a model's engine
     vars(optimizer)["_shardproof_models"] = list(map(weakref.ref, models)) if closure is None else None
+    _require_weights(optimizer, models)
     for sharded in models:
-        sharded.shards.require_weights()
         sharded.main_parameters_will_change()
 
 

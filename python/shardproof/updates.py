@@ -81,9 +81,19 @@ def _may_be_fused(group: dict, *lists: "Tensors") -> bool:
     return is_wanted and _C.lie_alike([tensors for tensors in lists if tensors])
 
 
-def _way(group: dict, own: "Tensors") -> dict:
-    """How PyTorch is to compute what its fused kernel on the CPU does not take."""
-    return {"foreach": group["foreach"], "fused": group["fused"] and not own[0].is_cpu}
+def _overflowed(settings: dict) -> bool:
+    """Whether a GradScaler has found that the step has to be left out, which it leaves to whoever updates by fused kernels."""
+    return settings["found_inf"] is not None and settings["found_inf"].item() != 0
+
+
+def _otherwise(group: dict, own: "Tensors", gradients: "Tensors", settings: dict) -> dict:
+    """Settings by which PyTorch computes what its fused kernel on the CPU does not take, of gradients without their scale."""
+    way = {"foreach": group["foreach"], "fused": group["fused"] and not own[0].is_cpu}
+    if way["fused"]:
+        return {**settings, **way}
+    if settings["grad_scale"] is not None:
+        torch._foreach_div_(gradients, settings["grad_scale"])
+    return {**settings, **way, "grad_scale": None, "found_inf": None}
 
 
 class _AdamOnLocals(_OnLocals):
@@ -99,16 +109,19 @@ class _AdamOnLocals(_OnLocals):
         steps = [state["step"] for state in states]
         settings = dict(self._common(group), **{name: group[name] for name in ("eps", "amsgrad")})
         beta1, beta2 = group["betas"]
+        if own[0].is_cpu and _overflowed(settings):
+            return
         if _may_be_fused(group, own, gradients, *moments):
             _C.add_to_each(steps, 1)
             kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
             kernel(own, gradients, *moments, steps, beta1=float(beta1), beta2=float(beta2), **settings)
-            if settings["found_inf"] is not None:
-                _C.add_to_each(steps, -settings["found_inf"].item())
             return
+        if any(gradient.is_sparse for gradient in gradients):
+            self._init_group(group, [], [], [], [], [], [])  # says that there is another class for these
         check_graph_capture(self)
-        settings.update(_way(group, own), beta1=beta1, beta2=beta2, has_complex=any(map(torch.is_complex, own)))
+        settings = _otherwise(group, own, gradients, settings)
         settings.update({name: group[name] for name in ("capturable", "decoupled_weight_decay")})
+        settings.update(beta1=beta1, beta2=beta2, has_complex=any(map(torch.is_complex, own)))
         adam(own, gradients, *moments, steps, **settings)
 
 
@@ -142,11 +155,14 @@ class SGD(_OnLocals, torch.optim.SGD):
             buffers = list(map(torch.empty_like, gradients))
         elif group["momentum"]:
             buffers = _locals_of([state["momentum_buffer"] for state in states])
+        if (own[0].is_cpu or is_first) and _overflowed(settings):  # the kernel would leave its first momenta as they are
+            return
         if _may_be_fused(group, own, gradients, buffers):
             torch._fused_sgd_(own, gradients, buffers, is_first_step=is_first, **settings)
         else:
             buffers = [None] * len(own) if is_first else buffers
-            sgd(own, gradients, buffers, has_sparse_grad=any(g.is_sparse for g in gradients), **_way(group, own), **settings)
+            settings = _otherwise(group, own, gradients, settings)
+            sgd(own, gradients, buffers, has_sparse_grad=any(g.is_sparse for g in gradients), **settings)
         if is_first:
             for p, state, buffer in zip(params, states, buffers):
                 state["momentum_buffer"] = DTensor(buffer, p._spec, requires_grad=False) if isinstance(p, DTensor) else buffer

@@ -222,9 +222,14 @@ def test_a_step_without_the_gradients_of_weights_that_were_to_come_is_an_error_o
         loss = loss_of(model, (x, y))
         torch.autograd.grad(loss, x, retain_graph=True)
         torch.autograd.backward(loss, inputs=list(model.parameters()), retain_graph=True)  # shards are in no graph
-        with pytest.raises(shardproof.Error, match=f"rank {comm.rank}: an optimizer steps, and no parameter of this model has"):
+        with pytest.raises(shardproof.Error, match=f"rank {comm.rank}: SGD steps, and none of its parameters has"):
             optimizer.step()
         loss.backward()
         optimizer.step()
+        # A model that only guides has no gradients, and the step trains the other one.
+        guide = shard(comm, Net())
+        torch.autograd.grad(loss_of(guide, (x, y)), x, retain_graph=True)
+        loss_of(model, (x.detach(), y)).backward()
+        torch.optim.SGD([*model.parameters(), *guide.parameters()], lr=0.1).step()
 
     shardproof.run_threads(2, body)

@@ -217,7 +217,12 @@ def test_state_goes_to_pytorchs_class_and_back_and_through_checkpoints(tmp_path)
 
 @pytest.mark.parametrize("way", [dict(), dict(fused=True)], ids=str)
 @pytest.mark.parametrize("name", ["AdamW", "SGD momentum"])
-def test_a_step_that_overflows_is_left_out_and_counts_nowhere(name, way):
+@pytest.mark.parametrize("overflows, turned", [(0, False), (1, False), (1, True)])
+def test_a_step_that_overflows_is_left_out_and_counts_nowhere(name, way, overflows, turned):
+    def turn(p):  # its gradient lies by columns, which PyTorch's fused kernel would take for rows
+        local = p.grad.to_local().t().contiguous().t()
+        p.grad = DTensor.from_local(local, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+
     def body(comm):
         results = []
         for scaled in (False, True):
@@ -229,11 +234,15 @@ def test_a_step_that_overflows_is_left_out_and_counts_nowhere(name, way):
                 model.zero_grad()
                 loss = loss_of(model, batch(step))
                 if scaled:
-                    scaler.scale(loss * (1e38 if step == 1 and comm.rank == 1 else 1)).backward()
+                    scaler.scale(loss * (1e38 if step == overflows and comm.rank == 1 else 1)).backward()
+                    if turned:
+                        turn(model.inp.weight)
                     scaler.step(optimizer)
                     scaler.update()
-                elif step != 1:
+                elif step != overflows:
                     loss.backward()
+                    if turned:
+                        turn(model.inp.weight)
                     optimizer.step()
             results.append(held(model, optimizer))
         assert scaler.get_scale() == 4.0

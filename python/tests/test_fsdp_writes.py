@@ -14,16 +14,16 @@ from models import Net, assert_same_bits, batch, loss_of, train_plain
 from shardproof.fsdp import fully_shard
 
 
-@pytest.mark.parametrize("after", ["a forward", "a backward"])
+@pytest.mark.parametrize("after", ["a forward", "a backward", "a backward that keeps its graph"])
 def test_what_is_written_to_shards_is_computed_with_in_the_dtype_of_computation_too(after):
     x = batch(0)[0]
 
     def body(comm):
         model = shard(comm, Net(), mp_policy=HALF)
-        for step, write in enumerate(WRITES if after == "a backward" else COUNTED):
+        for step, write in enumerate(COUNTED if after == "a forward" else WRITES):
             loss = loss_of(model, batch(0))
-            if after == "a backward":
-                loss.backward()
+            if after != "a forward":
+                loss.backward(retain_graph=after != "a backward")
             with torch.no_grad():
                 write(model)
             expected = in_half(model)(x.bfloat16())

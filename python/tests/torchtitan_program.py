@@ -71,7 +71,9 @@ class Said(BaseLogger):
 
     def log(self, metrics, step):
         names = ("loss_metrics/global_avg_loss", "loss_metrics/global_max_loss", "grad_norm", "lr")
-        self.lines.append([step, *(value for name, value in metrics.items() if name.startswith(names))])
+        line = [step, *(value for name, value in metrics.items() if name.startswith(names))]
+        assert len(line) >= 1 + len(names), sorted(metrics)
+        self.lines.append(line)
 
 
 def parallelized(model, **how):
