@@ -155,7 +155,8 @@ class SGD(_OnLocals, torch.optim.SGD):
             buffers = list(map(torch.empty_like, gradients))
         elif group["momentum"]:
             buffers = _locals_of([state["momentum_buffer"] for state in states])
-        if (own[0].is_cpu or is_first) and _overflowed(settings):  # the kernel would leave its first momenta as they are
+        # The kernel leaves first momenta as they were allocated (docs/findings/022.md), or moves them before it looks.
+        if (own[0].is_cpu or group["momentum"]) and _overflowed(settings):
             return
         if _may_be_fused(group, own, gradients, buffers):
             torch._fused_sgd_(own, gradients, buffers, is_first_step=is_first, **settings)
