@@ -22,15 +22,20 @@ PROGRAMS = [
 # there are; tensor parallelism needs an even number.
 ON_TWO = ["compiled_blocks", "blocks_that_are_compiled_after_wrapping", "tensor_parallelism_of_pytorch", "replicas_of_shards"]
 ON_FOUR = ["data_parallelism_as_dimensions_of_one_mesh"]
+IS_NEWER = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")  # than torch 2.11
+# FSDP2 of torch 2.11 adds in the dtype of computation in the first, and fails in the second; stages of one rank cannot send to
+# each other over its Gloo.
+ON_NEWER = ["mixed_precision_without_a_dtype_of_sums", "a_loss_that_calls_the_head_by_parts", "a_pipeline_without_bubbles"]
+ON_THREE = [name for name in PROGRAMS if name not in (*ON_TWO[:2], *ON_FOUR, *([] if IS_NEWER else ON_NEWER))]
 
 
-@pytest.mark.parametrize("ranks, names", [(2, ON_TWO), (3, [name for name in PROGRAMS if name not in (*ON_TWO[:2], *ON_FOUR)])])
+@pytest.mark.parametrize("ranks, names", [(2, ON_TWO), (3, ON_THREE)])
 def test_programs_of_fsdp2_compute_the_same_after_a_change_of_the_import(ranks, names):
     assert set(names) <= set(PROGRAMS)
     run_ranks(gloo_ranks.__file__, ranks, ["programs", *names])
 
 
-@pytest.mark.skipif(not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"), reason="this torch has none")
+@pytest.mark.skipif(not IS_NEWER, reason="this torch has none")
 def test_data_parallelism_may_be_dimensions_of_the_mesh_that_parameters_are_on():
     run_ranks(gloo_ranks.__file__, 4, ["programs", *ON_FOUR])
     run_ranks(gloo_ranks.__file__, 2, ["dimensions_that_do_not_fit"])
