@@ -17,8 +17,9 @@ def link(target, name):
 def why_not(folder, said):
     """Why what was unpacked does not run with that Python and its torch; None if it does."""
     contents = archives.contents(folder, KIND)
-    if environment.minor_of(said["release"]) != contents["torch"]:
-        return f"it was built with torch {contents['torch']}, and this Python has {said['release']}"
+    built_for = contents.get("torch", "of no known version")  # an older ci/prebuilt did not say
+    if environment.minor_of(said["release"]) != built_for:
+        return f"it was built with torch {built_for}, and this Python has {said['release']}"
     if said["version"] not in contents["pythons"]:
         return f"it has no modules for Python {said['version']}, only for {', '.join(contents['pythons'])}"
     # All symbols at once, so that another build of that torch shows now.
@@ -33,9 +34,9 @@ def why_not(folder, said):
 
 
 def torch_of(archive, target):
-    """The torch that an archive was built with; None where it is none, which `take` says."""
+    """The torch that an archive was built with. None where it does not say, or cannot be read, which `take` tells."""
     try:
-        return archives.contents(archives.unpack(archive, target, KIND), KIND)["torch"]
+        return archives.contents(archives.unpack(archive, target, KIND), KIND).get("torch")
     except Trouble:
         return None
 

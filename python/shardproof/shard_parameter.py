@@ -137,8 +137,7 @@ class Parameter:
 
     def new_whole(self, dtype: torch.dtype, requires_grad: bool) -> nn.Parameter:
         """A whole parameter, without memory yet."""
-        whole = nn.Parameter(torch.empty(self.shape, dtype=dtype, device="meta"), requires_grad)
-        return whole
+        return nn.Parameter(torch.empty(self.shape, dtype=dtype, device="meta"), requires_grad)
 
     def set_gradient_dtype(self, dtype: Optional[torch.dtype]) -> None:
         """In which dtype autograd hands gradients over. With None in that in which it makes them."""

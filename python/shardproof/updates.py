@@ -6,7 +6,7 @@ PyTorch's own steps give them DTensors. Each operator on one of these takes long
 from __future__ import annotations
 
 import itertools
-from typing import Any, Callable, Iterable, List, Optional
+from typing import Any, Callable, List, Optional
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,14 +14,10 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from . import _C
-from .torch_private import check_graph_capture
+from .torch_private import check_graph_capture, local_of
 from .torch_state import bare_step
 
 Tensors = List[torch.Tensor]
-
-
-def _locals_of(tensors: "Iterable[Any]") -> list:
-    return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
 
 
 def _is_cut_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -63,7 +59,7 @@ class _OnLocals(torch.optim.Optimizer):
         if not all(map(_is_cut_alike, params, gradients)):
             return False
         if params:
-            self._update(group, params, _locals_of(params), _locals_of(gradients))
+            self._update(group, params, list(map(local_of, params)), list(map(local_of, gradients)))
         return True
 
     def _update(self, group: dict, params: "Tensors", own: "Tensors", gradients: "Tensors") -> None:
@@ -104,8 +100,8 @@ class _AdamOnLocals(_OnLocals):
         if not all(states):
             self._init_group(group, [], [], [], [], [], [])  # makes what is missing
             states = list(map(self.state.get, params))
-        moments = [_locals_of([state[name] for state in states]) for name in ("exp_avg", "exp_avg_sq")]
-        moments.append(_locals_of([state["max_exp_avg_sq"] for state in states]) if group["amsgrad"] else [])
+        moments = [[local_of(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq")]
+        moments.append([local_of(state["max_exp_avg_sq"]) for state in states] if group["amsgrad"] else [])
         steps = [state["step"] for state in states]
         settings = dict(self._common(group), **{name: group[name] for name in ("eps", "amsgrad")})
         beta1, beta2 = group["betas"]
@@ -154,7 +150,7 @@ class SGD(_OnLocals, torch.optim.SGD):
         if is_first:
             buffers = list(map(torch.empty_like, gradients))
         elif group["momentum"]:
-            buffers = _locals_of([state["momentum_buffer"] for state in states])
+            buffers = [local_of(state["momentum_buffer"]) for state in states]
         # The kernel leaves first momenta as they were allocated (docs/findings/022.md), or moves them before it looks.
         if (own[0].is_cpu or group["momentum"]) and _overflowed(settings):
             return

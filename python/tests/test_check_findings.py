@@ -36,7 +36,7 @@ SAID = {
 if not torch.__version__.startswith("2.11."):
     SAID["002"] = SAID["021"]  # before the norm that the finding is about
 # What does not hold in this torch: newer torch has mended it, or has it alone.
-MENDED = {"021"} if torch.__version__.startswith("2.11.") else {"016"}
+ABSENT = {"021"} if torch.__version__.startswith("2.11.") else {"016"}
 
 
 def test_each_page_has_a_script_and_those_that_a_check_found_have_a_line():
@@ -49,12 +49,12 @@ def test_a_finding_holds_as_a_plain_script(script):
     assert "shardproof" not in script.read_text()
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
     holds = ended.returncode == 1 and "the finding holds" in ended.stdout + ended.stderr
-    assert ended.returncode == 0 if script.stem in MENDED else holds, ended.stdout + ended.stderr
+    assert ended.returncode == 0 if script.stem in ABSENT else holds, ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize("page, engine, line", LINES, ids=[page for page, _, _ in LINES])
 def test_a_finding_is_found_again_by_its_line(page, engine, line):
-    if page in MENDED:
+    if page in ABSENT:
         assert check(with_known(engine), replay=line).kind == "held"
         return
     verdict = check(with_known(engine), replay=line)
