@@ -36,7 +36,7 @@ struct Arguments {
 
 int report(const Case& c, const Verdict& verdict, Ranks& ranks, const std::string& path) {
   JsonLines json(path);
-  const Explanation looks_like = verdict.diverged() || !may_explain(verdict) ? Explanation{} : explain(c, ranks);
+  const Explanation looks_like = explain(c, verdict.outcome, ranks);
   fmt::print("{}\n", c.str());
   if (verdict.held())
     fmt::print("HELD: {} values compared\n", verdict.values_compared);

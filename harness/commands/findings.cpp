@@ -121,7 +121,7 @@ void Findings::add_failure(const Case& c, const Shrunk& shrunk, int64_t cases) {
   const RunningCase running(minimal.str());
   const bool draws = !interrupted_ && !options_.engine;
   const Explanation looks_like =
-      interrupted_ || !may_explain(shrunk.verdict) ? Explanation{} : explain(minimal, ranks_of(options_));
+      interrupted_ ? Explanation{} : explain(minimal, shrunk.verdict.outcome, ranks_of(options_));
   const nlohmann::json picture = draws ? to_json(picture_of(minimal, shrunk.verdict.step)) : nlohmann::json();
   nlohmann::json replicas;  // null where the run ends in an error, and of engines, which have no check
   if (draws && shrunk.verdict.outcome != Verdict::Outcome::error)

@@ -211,18 +211,17 @@ std::string in_lines(const Explanation& explanation) {
   return lines;
 }
 
-bool may_explain(const Verdict& verdict) {
-  return verdict.outcome == Verdict::Outcome::values || verdict.outcome == Verdict::Outcome::error;
-}
-
-Explanation explain(const Case& c, Ranks& ranks) {
+Explanation explain(const Case& c, Verdict::Outcome outcome, Ranks& ranks) {
+  const bool was_error = outcome == Verdict::Outcome::error;
+  if (!was_error && outcome != Verdict::Outcome::values) return {};
   golden::Run run = make_run(c);
   run.device = ranks.device();
   std::vector<std::vector<RankStep>> steps;
   try {
     steps = ranks.train(c, run);
-  } catch (const std::exception&) {
-    return {.where = "", .guess = guess_of_waits(c, ranks)};  // the failure is that error, which has been told already
+  } catch (const std::exception& error) {
+    const std::string where = was_error ? "" : fmt::format("the same case, run once more: {}", verdict_on(error).str());
+    return {.where = where, .guess = guess_of_waits(c, ranks)};
   }
   const golden::Trace trace = golden::train(run);
   const int passes = c.mode == Mode::fast ? 2 : 1;

@@ -20,12 +20,10 @@ struct Explanation {
   std::string guess;  // "the terms of data-parallel rank 1 are missing"; "" when no mistake that is known here fits
 };
 
-// Whether a failure is of values, or an error: complaints of properties and schedules say themselves what is wrong.
-bool may_explain(const Verdict& verdict);
-
-// Trains a case that failed on both sides once more, and every microbatch of the failing step by itself. Where it ends in an
-// error, all texts but the guess are empty.
-Explanation explain(const Case& c, Ranks& ranks = thread_ranks());
+// Trains a case that failed with `outcome` on both sides once more, and every microbatch of the failing step by itself. An error
+// has a guess at most; where values differed and the case now ends in an error, `where` is that error. There is nothing to add to
+// the other outcomes, which say themselves what is wrong.
+Explanation explain(const Case& c, Verdict::Outcome outcome, Ranks& ranks = thread_ranks());
 
 // "  where    ...\n  first    ...\n  replicas ...\n  guess    ...\n", without the lines that say nothing.
 std::string in_lines(const Explanation& explanation);

@@ -22,7 +22,7 @@ const char* const kCase =
 
 Explanation explained(const Plant& plant, const char* text = kCase) {
   LyingRanks ranks(plant);
-  return explain(Case::parse(text), ranks);
+  return explain(Case::parse(text), Verdict::Outcome::values, ranks);
 }
 
 void expect_guess(const std::string& guess, const Plant& plant, const char* text = kCase) {
@@ -52,8 +52,18 @@ void change(Steps& steps, size_t step, size_t rank, const std::function<void(at:
 
 }  // namespace
 
+TEST(Explain, says_how_a_case_ends_the_second_time_where_its_values_differed_the_first) {
+  class Throwing final : public Ranks {
+    std::vector<std::vector<RankStep>> train(const Case&, const golden::Run&) override { throw std::runtime_error("planted"); }
+  } ranks;
+  const Case c = Case::parse(kCase);
+  EXPECT_EQ(explain(c, Verdict::Outcome::values, ranks).where, "the same case, run once more: error: planted");
+  EXPECT_EQ(in_lines(explain(c, Verdict::Outcome::error, ranks)), "") << "which was told with the verdict";
+  EXPECT_EQ(in_lines(explain(c, Verdict::Outcome::property, ranks)), "");
+}
+
 TEST(Explain, says_nothing_of_a_case_that_holds) {
-  const Explanation found = explain(Case::parse(kCase));
+  const Explanation found = explain(Case::parse(kCase), Verdict::Outcome::values);
   EXPECT_EQ(found.where, "");
   EXPECT_EQ(found.guess, "");
 }

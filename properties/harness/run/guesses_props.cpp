@@ -26,7 +26,7 @@ using Steps = LyingRanks::Steps;
 
 void expect_guess(const std::string& guess, const char* text, const LyingRanks::Plant& plant) {
   LyingRanks ranks(plant);
-  const Explanation found = explain(Case::parse(text), ranks);
+  const Explanation found = explain(Case::parse(text), Verdict::Outcome::values, ranks);
   EXPECT_NE(found.guess.find(guess), std::string::npos) << text << "\n" << found.where << "\n guess " << found.guess;
 }
 
@@ -138,7 +138,7 @@ TEST(Guesses, look_at_the_norm_of_every_rank) {
     for (RankStep& rank : steps[0]) rank.gradient_norm = norm_of_parts(rank);
   });
   LyingRanks ranks([](Steps& steps) { steps[0][2].gradient_norm *= 3; });
-  EXPECT_NE(explain(Case::parse(text), ranks).where.find("the gradient norm is wrong on rank 2"), std::string::npos);
+  EXPECT_NE(explain(Case::parse(text), Verdict::Outcome::values, ranks).where.find("the gradient norm is wrong on rank 2"), std::string::npos);
 }
 
 TEST(Guesses, do_not_take_the_whole_norm_for_one_of_a_part) {
@@ -150,8 +150,8 @@ TEST(Guesses, do_not_take_the_whole_norm_for_one_of_a_part) {
       rank.gradient_norm *= 1.00015;
     }
   });
-  EXPECT_EQ(explain(Case::parse(whole), off).guess.find("own part"), std::string::npos)
-      << explain(Case::parse(whole), off).guess;
+  EXPECT_EQ(explain(Case::parse(whole), Verdict::Outcome::values, off).guess.find("own part"), std::string::npos)
+      << explain(Case::parse(whole), Verdict::Outcome::values, off).guess;
   // Gradients are told after clipping, which halves them and more.
   const char* const clips =
       "mlp(widths=5-7-3) mesh(dp_shard=4) zero2(units=leaf,loss=sum) sgd(lr=0.1,clip=0.125) ordered seed=3 : step";
@@ -227,8 +227,8 @@ TEST(Guesses, of_an_error_try_whether_the_case_holds_when_each_collective_is_wai
       "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum) sgd(lr=0.1) ordered seed=424242 "
       "threads(latest) : step");
   EXPECT_EQ(run_case(races).outcome, Verdict::Outcome::error);
-  EXPECT_NE(explain(races).guess.find("the case holds when each collective is waited for at once"), std::string::npos)
-      << explain(races).guess;
+  EXPECT_NE(explain(races, Verdict::Outcome::error).guess.find("the case holds when each collective is waited for at once"), std::string::npos)
+      << explain(races, Verdict::Outcome::error).guess;
 }
 
 TEST(AwaitedRanks, train_to_the_same_bits) {

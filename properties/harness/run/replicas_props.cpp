@@ -83,7 +83,7 @@ TEST(Replicas, ranks_that_agree_stand_together) {
 
 TEST(Replicas, are_told_with_a_failure_and_with_what_their_check_says) {
   Complaining ranks;
-  const Explanation found = explain(Case::parse(kReplicas), ranks);
+  const Explanation found = explain(Case::parse(kReplicas), Verdict::Outcome::values, ranks);
   EXPECT_NE(found.replicas.find("after step 2 rank 0 and rank 2 hold different bits of"), std::string::npos) << found.replicas;
   EXPECT_NE(found.replicas.find("--check=fingerprint finds it in step 2"), std::string::npos) << found.replicas;
   EXPECT_NE(in_lines(found).find("\n  replicas after step 2"), std::string::npos) << in_lines(found);
