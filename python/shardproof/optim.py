@@ -219,7 +219,7 @@ def muon(
     return Optimizer(
         sharded,
         [
-            (lambda name, shape: len(shape) == 2, "muon", matrices, 1.0, 1.0),
+            (lambda name, shape: len(shape) == 2 and 0 not in shape, "muon", matrices, 1.0, 1.0),
             (None, "adamw", {**rest, "beta1": beta1, "beta2": beta2}, 1.0, 1.0),
         ],
     )
@@ -247,20 +247,20 @@ class ShardParameters:
     def __init__(self, sharded: Sharded):
         self.sharded = sharded
         self.pieces: "list[tuple[str, int, nn.Parameter]]" = []
-        for piece in sharded.main_parameters():
-            is_whole = piece.data.numel() == math.prod(piece.shape)
-            parameter = nn.Parameter(piece.data.view(piece.shape or (1,)) if is_whole else piece.data, requires_grad=True)
-            self.pieces.append((piece.name, piece.begin, parameter))
+        for name, shape, begin, data in sharded.native.main_shards():
+            is_whole = data.numel() == math.prod(shape)
+            parameter = nn.Parameter(data.view(shape or (1,)) if is_whole else data, requires_grad=True)
+            self.pieces.append((name, begin, parameter))
 
     def of(self, names: Iterable[str]) -> "list[nn.Parameter]":
         wanted = set(names)
         return [parameter for name, _, parameter in self.pieces if name in wanted]
 
     def take_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        gradients = {(piece.name, piece.begin): piece.data for piece in self.sharded.gradients()}
+        gradients = self.sharded.native.gradient_shards()
         trained = {name for name, value in self.sharded.module.named_parameters() if value.requires_grad}
-        for name, begin, parameter in self.pieces:
-            gradient = gradients.get((name, begin))
+        for name, _, parameter in self.pieces:
+            gradient = gradients.get(name)
             parameter.grad = None if gradient is None else gradient.view(parameter.shape)
             if gradient is None and name in trained:
                 last = self.sharded._stepped
