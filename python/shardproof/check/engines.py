@@ -206,7 +206,7 @@ KNOWN = {
     "req MetadataIndex.* mismatch sizes": "docs/findings/006.md",
     "inf norm on an empty tensor": "docs/findings/001.md",
     r"Sharding propagation failed for aten.view.default\(Spec\(\w+\[1, 1\]\(S\(1\)\)\), \[1\]\)": "docs/findings/021.md",
-    r"Sharding propagation failed for aten.add_.Tensor\(Spec\(\w+\[[12], .*\]\(S\(0\)\)\), Spec\(.*\(R\)\)\)": "docs/findings/023.md",
+    r"aten\.\w+_\.\w+\(Spec\(\w+\[[12](, .*)?\]\(S\(0\)\)\), Spec\(.*\(R\)\)": "docs/findings/023.md",
 }
 
 ENGINES: dict[str, Subject] = {
