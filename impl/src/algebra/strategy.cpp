@@ -15,8 +15,8 @@
 namespace shardproof {
 namespace {
 
-constexpr const char* kShard = "dp_shard";
-constexpr const char* kReplicate = "dp_replicate";
+constexpr const char* kShard = axes::dp_shard;
+constexpr const char* kReplicate = axes::dp_replicate;
 
 std::vector<Strategy> make_table() {
   const Layout b = replicated();
@@ -182,7 +182,7 @@ Strategy on_mesh(Strategy strategy, const Mesh& mesh) {
 }
 
 Mesh data_parallel_mesh(const Mesh& mesh) {
-  constexpr const char* kContext = "cp";
+  constexpr const char* kContext = axes::cp;
   std::vector<Axis> axes = mesh.axes();
   if (!mesh.has(kContext)) {
     if (!mesh.has(kShard) && !mesh.has(kReplicate)) axes.insert(axes.begin(), {kShard, 1});

@@ -4,12 +4,13 @@
 
 #include <array>
 
+#include "shardproof/algebra/axes.h"
 #include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {
 
-constexpr std::array kDataAxes = {"dp_replicate", "dp_shard"};
+constexpr std::array kDataAxes = {axes::dp_replicate, axes::dp_shard};
 
 }  // namespace
 
