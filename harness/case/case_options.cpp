@@ -93,6 +93,7 @@ std::vector<OptionRow> rows_of_cases() {
       {"lora_alpha", &O::lora_alpha, {}, {1, 3}, 0.8, 0, /*draws_apart=*/true},
       {"lora_layers", &O::lora_layers, {}, {1, 2, 3, 4, 5, 6, 7}, 0.9, 0, /*draws_apart=*/true},
       {"lora_dropout", &O::lora_dropout, {}, {10, 25, 50}, 0.6, 0, /*draws_apart=*/true},
+      {"dims", &O::dims, {"one", "chosen"}, {1}, 0.3, 0, /*draws_apart=*/true},
       {"ema", &O::ema, {}, {50, 90, 99}, 0.3, 0, /*draws_apart=*/true},
   };
 }

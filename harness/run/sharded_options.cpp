@@ -74,6 +74,10 @@ ShardOptions shard_options(const Case& c, const golden::Run& run, c10::Device de
       return c.options.activations == 1 || chosen(c, "activations", name);
     };
   apply(o, options);
+  if (o.dims != 0)
+    options.shard_dim_of = [c](const std::string& name, const at::Tensor& parameter) {
+      return static_cast<int64_t>(Draws(c.seed, name + "dim").bits(0) % static_cast<uint64_t>(parameter.dim()));
+    };
   // cuBLAS chooses kernels by alignment; the golden run's tensors have that of LibTorch's allocator.
   if (device.is_cuda()) options.alignment_bytes = 512;
   if (!device.is_cpu()) options.gather = Gather::copied;

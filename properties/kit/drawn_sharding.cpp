@@ -28,10 +28,11 @@ UnitOptions options_of(const DrawnSharding& d, const std::string& unit) {
 
 std::string DrawnSharding::str() const {
   return fmt::format(
-      "{} {} ({} in blocks{}) on {}: {} heads, {} of keys, tied {}, sequence {}, aligned to {}, buckets of {} bytes, cut by {}",
+      "{} {} ({} in blocks{}) on {}: {} heads, {} of keys, tied {}, sequence {}, aligned to {}, buckets of {} bytes, cut by {} "
+      "along dim {}",
       llama ? "llama" : "gpt", row.name, row_of_blocks.name, blocks_on_one_axis ? ", on one axis" : "", mesh.str(), heads,
       kv_heads, tied, sequence, alignment, bucket_bytes_max,
-      named_option("granularity").text(static_cast<double>(granularity)));
+      named_option("granularity").text(static_cast<double>(granularity)), shard_dim);
 }
 
 DrawnModel DrawnSharding::make() const {
@@ -63,6 +64,7 @@ ShardOptions DrawnSharding::options() const {
           .bucket_bytes_max = bucket_bytes_max,
           .alignment_bytes = alignment,
           .granularity = granularity,
+          .shard_dim = shard_dim,
           .precision = {.main = at::kFloat, .compute = at::kBFloat16},
           .unit_options = [d = *this](const std::string& unit) { return options_of(d, unit); }};
 }
@@ -86,6 +88,7 @@ DrawnSharding drawn_sharding() {
   d.alignment = *rc::gen::element<int64_t>(64, 128, 512);
   d.bucket_bytes_max = *rc::gen::element<int64_t>(0, 200, 2000);
   d.granularity = *rc::gen::element(Granularity::element, Granularity::tensor, Granularity::row);
+  d.shard_dim = *rc::gen::element<int64_t>(0, 1);
   return d;
 }
 

@@ -26,6 +26,7 @@ struct DrawnSharding {
   bool blocks_on_one_axis = false;  // see dp_replicate and dp_shard as one axis
   int64_t alignment = 64, bucket_bytes_max = 0;
   shardproof::Granularity granularity = shardproof::Granularity::element;
+  int64_t shard_dim = 0;
 
   std::string str() const;
   // With equal values on every rank.

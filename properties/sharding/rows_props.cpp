@@ -1,9 +1,10 @@
-// Parameters that are cut by rows (Granularity::row): what a rank holds is what FSDP2's ranks hold.
+// Parameters that are cut by rows, or along another dim (Granularity::row): what a rank holds is what FSDP2's ranks hold.
 #include <gtest/gtest.h>
 
 #include "properties/kit/expect_error.h"
 #include "properties/kit/parity_models.h"
 #include "properties/kit/parity_training.h"
+#include "shardproof/sharding/hand_over.h"
 
 using namespace shardproof;
 using parity::grid;
@@ -12,7 +13,7 @@ using parity::ranks;
 
 namespace {
 
-// Shapes that no number of ranks divides, more ranks than rows, and one of no dims.
+// Shapes that no number of ranks divides, more ranks than rows, three dims, and none.
 struct OddShapesImpl : torch::nn::Module {
   OddShapesImpl() {
     weight = register_parameter("weight", toy::data({7, 3}, 1));
@@ -20,12 +21,14 @@ struct OddShapesImpl : torch::nn::Module {
     vector = register_parameter("vector", toy::data({11}, 3));
     scale = register_parameter("scale", toy::data({}, 4));
     none = register_parameter("none", at::zeros({0, 4}));
+    cube = register_parameter("cube", toy::data({2, 3, 5}, 6));
   }
   at::Tensor forward(const at::Tensor& x) {
     const at::Tensor narrow = at::matmul(x, weight.t()) * scale;
-    return at::matmul(narrow.narrow(1, 0, 5), few.t()).sum() + (narrow.sum() * vector).sum() + none.sum();
+    return at::matmul(narrow.narrow(1, 0, 5), few.t()).sum() + (narrow.sum() * vector).sum() + none.sum() +
+           (at::matmul(x, cube).square().sum({0, 1}) * few).sum();
   }
-  at::Tensor weight, few, vector, scale, none;
+  at::Tensor weight, few, vector, scale, none, cube;
 };
 TORCH_MODULE(OddShapes);
 
@@ -39,37 +42,47 @@ ShardOptions by_rows(const std::string& strategy) {
   return options;
 }
 
-// The rows that torch.chunk gives to a part, as a run of elements.
-Interval chunk_of(const at::Tensor& whole, int64_t parts, int64_t part) {
-  if (whole.numel() == 0) return {};
-  const at::Tensor rows = whole.dim() == 0 ? whole.view({1}) : whole;
-  const std::vector<at::Tensor> chunks = rows.chunk(parts, 0);
-  if (part >= std::ssize(chunks)) return {};
-  const at::Tensor& own = chunks[static_cast<size_t>(part)];
-  return {own.storage_offset(), own.storage_offset() + own.numel()};
+// The dims that have the names of those of OddShapes, each another one than the last.
+int64_t other_dims(const std::string& name, const at::Tensor& parameter) {
+  return name == "cube" ? -2 : name == "few" ? 1 : parameter.dim() - 1;
+}
+
+// Which elements torch.chunk gives to a part along a dim.
+at::Tensor chunk_of(const at::Tensor& whole, int64_t parts, int64_t part, int64_t dim) {
+  const at::Tensor numbers = at::arange(whole.numel()).view(whole.dim() == 0 ? Shape{1} : whole.sizes().vec());
+  const std::vector<at::Tensor> chunks = numbers.chunk(parts, dim);
+  return part < std::ssize(chunks) ? chunks[static_cast<size_t>(part)].reshape({-1}) : numbers.view({-1}).narrow(0, 0, 0);
 }
 
 }  // namespace
 
 TEST(Rows, a_rank_holds_of_each_parameter_what_torch_chunk_gives_it) {
-  for (const int64_t world : {2, 3, 4, 8})
-    for (const char* name : {"zero1", "zero2", "zero3"})
-      on_mesh(ranks(world), [&](std::shared_ptr<MeshComm> comms) {
-        OddShapes model;
-        std::map<std::string, at::Tensor> whole;
-        for (const auto& item : model->named_parameters()) whole[item.key()] = item.value().detach().clone();
-        const Sharded sharded = fully_shard(model.ptr(), comms, by_rows(name));
-        std::map<std::string, Piece> held;
-        for (const Piece& piece : sharded.main_parameters())
-          EXPECT_TRUE(held.emplace(piece.name, piece).second) << "two pieces";
-        for (const auto& [parameter, values] : whole) {
-          const Interval wanted = chunk_of(values, world, comms->rank());
-          ASSERT_EQ(held.contains(parameter), wanted.size() > 0) << parameter << " on " << comms->rank();
-          if (wanted.size() == 0) continue;
-          EXPECT_EQ(held[parameter].run, wanted) << name << ", " << parameter << " on " << comms->rank() << " of " << world;
-          EXPECT_TRUE(at::equal(held[parameter].data, values.reshape({-1}).narrow(0, wanted.begin, wanted.size())));
-        }
-      });
+  for (const ParameterDim& dim_of : {ParameterDim(), ParameterDim(other_dims)})
+    for (const int64_t world : {2, 3, 4, 8})
+      for (const char* name : {"zero1", "zero2", "zero3"})
+        on_mesh(ranks(world), [&](std::shared_ptr<MeshComm> comms) {
+          OddShapes model;
+          std::map<std::string, at::Tensor> whole;
+          for (const auto& item : model->named_parameters()) whole[item.key()] = item.value().detach().clone();
+          ShardOptions options = by_rows(name);
+          options.shard_dim_of = dim_of;
+          const Sharded sharded = fully_shard(model.ptr(), comms, options);
+          std::map<std::string, at::Tensor> held;  // each in one tensor
+          for (const Shard& shard : main_shards(sharded))
+            EXPECT_TRUE(held.emplace(shard.name, shard.data).second) << "two of " << shard.name;
+          std::map<std::string, std::vector<at::Tensor>> runs;
+          for (const Piece& piece : sharded.main_parameters())
+            runs[piece.name].push_back(at::arange(piece.run.begin, piece.run.end));
+          for (const auto& [parameter, values] : whole) {
+            const int64_t dim = dim_of && values.dim() > 0 ? (dim_of(parameter, values) + values.dim()) % values.dim() : 0;
+            const at::Tensor wanted = chunk_of(values, world, comms->rank(), dim);
+            ASSERT_EQ(held.contains(parameter), wanted.numel() > 0) << parameter << " on " << comms->rank();
+            if (wanted.numel() == 0) continue;
+            EXPECT_TRUE(at::equal(at::cat(runs[parameter]), wanted))
+                << name << ", " << parameter << " on " << comms->rank() << " of " << world;
+            EXPECT_TRUE(at::equal(held[parameter], values.reshape({-1}).index_select(0, wanted)));
+          }
+        });
 }
 
 TEST(Rows, every_strategy_trains_like_the_plain_model) {
@@ -78,6 +91,10 @@ TEST(Rows, every_strategy_trains_like_the_plain_model) {
       if (row.axes.size() == 2 && !mesh.has("dp_replicate")) continue;
       parity::Plan plan{.mesh = mesh, .options = by_rows(row.name), .steps = 3, .microbatches = 2};
       expect_trains_like_plain(odd_shapes(), plan);
+      plan.options.shard_dim_of = other_dims;
+      expect_trains_like_plain(odd_shapes(), plan);
+      plan.options.shard_dim_of = {};
+      plan.options.shard_dim = mesh.has("dp_replicate");
       plan.options.initialize = normal_initializer(5, 0.5);
       plan.options.publish = Publish::at_first_use;
       plan.options.prefetch_forward = plan.options.prefetch_backward = 2;
@@ -118,6 +135,11 @@ TEST(Rows, what_would_be_lost_is_refused) {
     ShardOptions options = by_rows("zero3");
     options.gather = Gather::side_by_side;
     expect_error([&] { fully_shard(OddShapes().ptr(), comms, options); }, {"side_by_side", "granularity `row`"});
+    options = by_rows("zero3");
+    options.shard_dim_of = [&](const std::string&, const at::Tensor&) { return comms->rank() == 0 ? 2 : 0; };
+    expect_error([&] { fully_shard(OddShapes().ptr(), comms, options); }, {"dim 2 for parameter weight, which has 2 dims"});
+    options.shard_dim_of = [&](const std::string&, const at::Tensor& of) { return comms->rank() == 0 ? 0 : of.dim() - 1; };
+    expect_error([&] { fully_shard(OddShapes().ptr(), comms, options); }, {"parameter weight", "cut along dim"});
     // The optimizer of zero1 works on rows that lie elsewhere.
     OddShapes model;
     const Sharded sharded = fully_shard(model.ptr(), comms, by_rows("zero1"));
@@ -130,9 +152,13 @@ TEST(Rows, what_would_be_lost_is_refused) {
 TEST(Rows, a_bad_element_is_named_by_its_place_in_the_parameter) {
   on_mesh(ranks(2), [](std::shared_ptr<MeshComm> comms) {
     auto model = parity::stack({3, 5});
-    Sharded sharded = fully_shard(model.ptr(), comms, by_rows("zero3"));
-    at::Tensor x = at::zeros({1, 5});
-    x[0][4] = NAN;
-    expect_error([&] { (call(model, toy::data({1, 3}, 1)) * x).sum().backward(); }, {"element 12 of 15"});
+    for (const int64_t dim : {0, 1}) {
+      ShardOptions options = by_rows("zero3");
+      options.shard_dim = dim;
+      Sharded sharded = fully_shard(model.ptr(), comms, options);
+      at::Tensor x = at::zeros({1, 5});
+      x[0][4] = NAN;
+      expect_error([&] { (call(model, toy::data({1, 3}, 1)) * x).sum().backward(); }, {"element 12 of 15"});
+    }
   });
 }

@@ -5,7 +5,7 @@
 >>> fully_shard(model, mesh=mesh)
 >>> optimizer = AdamW(model.parameters(), lr=1e-3)
 
-Between uses the model's parameters and their ``.grad`` are DTensors, cut along dim 0 as FSDP2's (`shards.py`). The engine
+Between uses the model's parameters and their ``.grad`` are DTensors, cut along one dim as FSDP2's (`shards.py`). The engine
 around them is made at the first forward, which is collective. docs/howto/move_from_fsdp2.md lists what differs.
 """
 
@@ -27,7 +27,7 @@ from .shard_norms import clip_grad_norm_
 from .sharded import Sharded, sharded_of
 from .sharding import as_precision, fully_shard as _fully_shard
 from .shard_parameter import comms_of, cut_of
-from .shards import Places, Shards
+from .shards import Places, Shards, dims_of
 from .torch_private import uncompiled
 from .units import Unit
 from .updates import SGD, Adam, AdamW  # noqa: F401, which users import from here
@@ -442,7 +442,7 @@ def shard_now(root: nn.Module) -> Sharded:
             units=units,
             precision=own["precision"],
             ignored=list(ignored.values()) or None,
-            **{**_values_of(root, places), **options},
+            **{**_values_of(root, places), **options, "shard_dim": dims_of(places)},
         )
         try:
             shards = Shards(sharded, places)

@@ -117,16 +117,16 @@ class Parameter:
         self.parallel = _parallel_of(given, name, cut)
         self.dim = dim
         self.cut = cut
-        rows_first = local_of(given).detach().movedim(dim, 0)
-        rows, self.shape = rows_first.shape[0], rows_first.shape  # as the engine has it
+        whole = local_of(given).detach()
+        rows, self.shape = whole.shape[dim], whole.shape  # as the engine has it
         each = -(-rows // cut.ranks)
         self.begin, self.end = min(cut.rank * each, rows), min((cut.rank + 1) * each, rows)
-        own = rows_first[self.begin : self.end].clone(memory_format=torch.contiguous_format)
-        shard = DTensor(self._turned(own), _spec_of(given, self.parallel, cut, dim), requires_grad=False)
+        own = whole.narrow(dim, self.begin, self.end - self.begin).clone(memory_format=torch.contiguous_format)
+        shard = DTensor(own, _spec_of(given, self.parallel, cut, dim), requires_grad=False)
         self.shard = nn.Parameter(shard, given.requires_grad)
         self.shard._shardproof_parameter = self
         self.whole = self.new_whole(given.dtype, given.requires_grad)
-        self.turned: Optional[torch.Tensor] = None  # the whole one's memory, with dims in the module's order
+        self.memory: Optional[torch.Tensor] = None  # the whole one's, where the module computes with something else
         self.attributes = {key: value for key, value in vars(given).items() if key not in vars(self.shard)}
         for tensor in (self.shard, self.whole):
             vars(tensor).update(self.attributes)
@@ -162,38 +162,36 @@ class Parameter:
 
     @property
     def is_as_in_engine(self) -> bool:
-        return self.dim == 0 and self.parallel is None
-
-    def _turned(self, rows_first: torch.Tensor) -> torch.Tensor:
-        return rows_first.movedim(0, self.dim) if self.dim else rows_first
+        return self.parallel is None
 
     def as_local(self, flat: Optional[torch.Tensor]) -> torch.Tensor:
         """What the engine has of it on this rank, in the shape of the shard's own part."""
         if flat is None:
             return torch.empty_like(self.local)
-        return self._turned(flat.view(self.end - self.begin, *self.shape[1:]))
+        return flat.view(self.local.shape)
 
     def is_unused(self) -> bool:
-        return not self.is_as_in_engine and self.turned is None
+        return not self.is_as_in_engine and self.memory is None
 
     def used(self) -> torch.Tensor:
         """What a unit computes with: the whole parameter, or what it is in its module, with a graph that leads to it."""
-        if self.is_as_in_engine:
+        if self.parallel is None:
             return self.whole
-        if self.turned is None:  # its first use, when it has memory
-            self.turned = self._turned(self.whole.detach())
+        if self.memory is None:  # its first use
+            self.memory = self.whole.detach()
         with torch.enable_grad():
-            turned = _Used.apply(self.whole, self.turned, self.dim)
-            return turned if self.parallel is None else self.parallel.used(turned)
+            return self.parallel.used(_Used.apply(self.whole, self.memory))
 
     def fill(self, begin: int, end: int, values: torch.Tensor) -> None:
         """Write the whole parameter's elements [begin, end) into `values`, as far as they are here, and zeros elsewhere."""
-        row = self.shape[1:].numel()
-        first, last = max(begin, self.begin * row), min(end, self.end * row)
+        inner = self.shape[self.dim + 1 :].numel()
+        row, own = self.shape[self.dim] * inner, (self.begin * inner, self.end * inner)
         values.zero_()
+        lines = values.view(-1, min(row, end - begin))  # whole rows, or a part of one
+        first, last = max(begin % row, own[0]), min(begin % row + lines.shape[1], own[1])
         if first < last:
-            own = self.local.movedim(self.dim, 0).reshape(-1)[first - self.begin * row : last - self.begin * row]
-            values[first - begin : last - begin].copy_(own)
+            held = self.local.reshape(-1, own[1] - own[0])[begin // row :][: lines.shape[0]]
+            lines[:, first - begin % row : last - begin % row] = held[:, first - own[0] : last - own[0]]
 
     def add_gradient(self, flat: Optional[torch.Tensor]) -> None:
         """Give it what a backward has made."""
@@ -211,16 +209,15 @@ class Parameter:
 
 
 class _Used(torch.autograd.Function):
-    """The memory of a whole parameter, turned, as a function of the parameter. It is freed while the parameter is."""
+    """The memory of a whole parameter as a function of the parameter. It is freed while the parameter is."""
 
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, turned: torch.Tensor, dim: int) -> torch.Tensor:
-        ctx.dim = dim
-        return turned.detach()
+    def forward(ctx: Any, whole: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        return memory.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        return gradient.movedim(ctx.dim, 0), None, None
+        return gradient, None
 
 
 class _Parallel:

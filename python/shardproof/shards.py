@@ -1,4 +1,4 @@
-"""Parameters between uses: DTensors that are cut along dim 0, as FSDP2 has them, in the place of whole parameters.
+"""Parameters between uses: DTensors that are cut along one dim, as FSDP2 has them, in the place of whole parameters.
 
 `fully_shard` of `shardproof.fsdp` puts them into a module at once, and the first forward gives the engine their values. From
 then on they are views of the engine's main parameters. While a unit runs, or a backward, the module has the whole parameters,
@@ -125,6 +125,12 @@ class Places:
         return adopted
 
 
+def dims_of(places: "dict[int, Places]") -> "Callable[[str, nn.Parameter], int]":
+    """Along which dims the engine is to cut the whole parameters."""
+    dims = {id(parameter.whole): parameter.dim for each in places.values() for _, _, parameter in each.entries}
+    return lambda name, whole: dims[id(whole)]
+
+
 def _own_modules(module: nn.Module, is_unit: "Callable[[nn.Module], bool]") -> "Iterator[tuple[str, nn.Module]]":
     seen, waiting = {id(module)}, [("", module)]
     while waiting:
@@ -165,7 +171,7 @@ class Shards:
         self.open_outside = False  # whether one of a unit alone may, as of a head that a loss calls by parts of its input
         self.keeps_graph = False  # the backward under way
         self.awaits_weights = False  # backwards that keep their graphs gave no parameter a gradient, and none has since
-        views = {piece.name: piece.data for piece in sharded.main_parameters()}
+        views = {name: data for name, _, _, data in sharded.native.main_shards()}
         sizes = {name: views[name].numel() if name in views else 0 for name in self.first_names(sharded)}
         differ = [name for name, numel in sizes.items() if numel != self.by_name[name].local.numel()]
         others = [name for name, view in views.items() if view.dtype != self.by_name[name].local.dtype]
@@ -246,11 +252,10 @@ class Shards:
             return
         kept_graph = self.keeps_graph
         self._end_backward()
-        used, pieces = self.sharded()._engine.hand_over_gradients()
+        used, local = self.sharded()._engine.hand_over_gradients()
         if kept_graph and used:
             self._end_forward()
         self.awaits_weights = not used and (self.awaits_weights or kept_graph)
-        local = {piece.name: piece.data for piece in pieces}
         with torch.no_grad():
             for name in used:
                 self.by_name[name].add_gradient(local.get(name))
@@ -287,7 +292,8 @@ class Shards:
             if not parameter.is_as_in_engine:
                 raise _C.Error(
                     f"[fsdp] parameter {name} is cut as {parameter.shard.placements}, and methods of Sharded, checkpoints and "
-                    "averages of this library know rows only. Use torch.distributed.checkpoint, and full_tensor() of parameters"
+                    "averages of this library know cuts over data parallelism only. Use torch.distributed.checkpoint, and "
+                    "full_tensor() of parameters"
                 )
 
     def publish_outside(self) -> None:

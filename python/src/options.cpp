@@ -44,6 +44,15 @@ Initializer initializer_of(const py::handle& value) {
   };
 }
 
+// A function of Python, called as shard_dim(name, parameter).
+ParameterDim dim_of(const py::handle& value) {
+  const Held function(py::reinterpret_borrow<py::object>(value));
+  return [function](const std::string& name, const at::Tensor& parameter) {
+    const py::gil_scoped_acquire locked;
+    return function.get()(name, parameter).cast<int64_t>();
+  };
+}
+
 using Setter = std::function<void(ShardOptions&, const py::handle&)>;
 
 // The value that Python gives an option that a number or a word is.
@@ -87,6 +96,11 @@ const std::map<std::string, Setter>& setters() {
        }},
       {"device", [](ShardOptions& o, const py::handle& v) { o.device = v.cast<at::Device>(); }},
       {"initialize", [](ShardOptions& o, const py::handle& v) { o.initialize = initializer_of(v); }},
+      {"shard_dim",
+       [](ShardOptions& o, const py::handle& v) {
+         if (PyCallable_Check(v.ptr())) o.shard_dim_of = dim_of(v);
+         else named_option("shard_dim").set(o, static_cast<double>(v.cast<int64_t>()));
+       }},
       {"recompute_modules", [](ShardOptions& o, const py::handle& v) { o.recompute_modules = modules_named(v); }},
   };
   return all;

@@ -53,10 +53,26 @@ void begin_foreign_step(ShardedMirror& held, const std::string& who) {
   held.sharded.main_parameters_will_change(who.c_str());
 }
 
+std::map<std::string, at::Tensor> by_name(const std::vector<Shard>& shards) {
+  std::map<std::string, at::Tensor> named;
+  for (const Shard& shard : shards) named.emplace(shard.name, shard.data);
+  return named;
+}
+
 // Names of the parameters that have a gradient, and what this rank holds of them.
-std::pair<std::vector<std::string>, std::vector<Piece>> hand_over(ShardedMirror& held) {
+std::pair<std::vector<std::string>, std::map<std::string, at::Tensor>> hand_over(ShardedMirror& held) {
   HandedGradients handed = hand_over_gradients(held.sharded);
-  return {std::move(handed.used), std::move(handed.pieces)};
+  return {std::move(handed.used), by_name(handed.shards)};
+}
+
+// Of each main parameter that this rank has a part of: its name, its shape, the first element of the part, and the part.
+std::vector<std::tuple<std::string, Shape, int64_t, at::Tensor>> main_parts(ShardedMirror& held) {
+  std::vector<std::tuple<std::string, Shape, int64_t, at::Tensor>> parts;
+  for (const Shard& shard : main_shards(held.sharded)) {
+    const auto runs = owned_runs(shard.shape, shard.at.mesh, shard.at.layout, held.sharded.rank());
+    parts.emplace_back(shard.name, shard.shape, runs.front().whole.begin, shard.data);
+  }
+  return parts;
 }
 
 // Makes a tensor, and whatever looks into its storage, look into the memory of another one that is laid out alike. False where
@@ -184,6 +200,9 @@ void bind_sharded(py::module_& module) {
       .def("begin_foreign_step", &begin_foreign_step, py::arg("who"), Unlocked())
       .def("finish_foreign_step", &finish_foreign_step, py::arg("done"), Unlocked())
       .def("hand_over_gradients", &hand_over, Unlocked())
+      .def("main_shards", &main_parts, Unlocked())
+      .def(
+          "gradient_shards", [](Held& held) { return by_name(gradient_shards(held.sharded)); }, Unlocked())
       .def("end_updated_step", &end_step_of_others, py::arg("done"), Unlocked())
       .def("watch_backwards", &watch, py::arg("told"))
       .def("held_as", &held_as)

@@ -160,11 +160,23 @@ def test_any_dim_is_cut_in_parts_that_need_not_divide_it(tmp_path):
             loss_of(model, batch(step * comm.size + comm.rank)).backward()
             optimizer.step()
         sharded = shardproof.sharded_of(model)
-        save, average = lambda: shardproof.save(str(tmp_path), model), lambda: shardproof.Ema(sharded)
-        for use in (sharded.gather, sharded.state_dict, save, average):
-            with pytest.raises(shardproof.Error, match=r"inp.weight is cut as \(Shard\(dim=1\),\).* Use torch.distributed"):
-                use()
-        return whole(model)
+        values = whole(model)
+        assert_same_bits(dict(sharded.gather()), values)
+        assert_same_bits(dict(shardproof.Ema(sharded).gather()), values)
+        shardproof.save(str(tmp_path / "saved"), sharded, optimizer)
+        # Its state goes on under another cut.
+        other = shard(comm, copy.deepcopy(base))
+        updates = torch.optim.AdamW(other.parameters(), lr=0.01)
+        loss_of(other, batch(0)).backward()  # makes the engine
+        updates.zero_grad()
+        shardproof.load(str(tmp_path / "saved"), shardproof.sharded_of(other), updates)
+        for each, steps in ((model, optimizer), (other, updates)):
+            steps.zero_grad()
+            loss_of(each, batch(comm.rank)).backward()
+            steps.step()
+        for name, value in whole(other).items():
+            torch.testing.assert_close(whole(model)[name], value, rtol=1e-5, atol=1e-6)
+        return values
 
     _, expected = train_plain(base, lambda p: torch.optim.AdamW(p, lr=0.01), steps=3, world=3)
     for values in shardproof.run_threads(3, body):

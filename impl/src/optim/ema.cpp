@@ -72,8 +72,8 @@ void Ema::State::update() const {
   for (size_t b = 0; b < buckets.size(); ++b)
     for (const Segment& segment : buckets[b]->layout().state().segments) {
       if (!buckets[b]->trains(segment.member)) continue;
-      const at::Tensor parameter = buckets[b]->parameters.main().narrow(0, segment.local, segment.run.size());
-      averages[b].narrow(0, segment.local, segment.run.size()).mul_(options.decay).add_(parameter * (1 - options.decay));
+      const at::Tensor parameter = buckets[b]->parameters.main().narrow(0, segment.local, segment.size());
+      averages[b].narrow(0, segment.local, segment.size()).mul_(options.decay).add_(parameter * (1 - options.decay));
     }
 }
 

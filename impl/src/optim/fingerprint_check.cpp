@@ -171,8 +171,8 @@ void FingerprintCheck::State::begin_update(const Sharded::Impl& impl) {
     for (const Segment& segment : bucket.layout().state().segments) {
       const std::string& name = bucket.layout().members()[static_cast<size_t>(segment.member)].name;
       const auto rate = rates.find(name);
-      if (!bucket.trains(segment.member) || rate == rates.end() || segment.run.size() == 0) continue;
-      const auto of = [&](const at::Tensor& buffer) { return buffer.narrow(0, segment.local, segment.run.size()); };
+      if (!bucket.trains(segment.member) || rate == rates.end() || segment.size() == 0) continue;
+      const auto of = [&](const at::Tensor& buffer) { return buffer.narrow(0, segment.local, segment.size()); };
       const at::Tensor parameter = of(bucket.parameters.main());
       const auto run = moving(of(bucket.gradient.values()), parameter, rate->second);
       if (!run) continue;

@@ -131,7 +131,7 @@ void Optimizer::allocate_state(size_t index, size_t member) {
   for (const Segment& segment : bucket.layout().state().segments) {
     if (segment.member != static_cast<int64_t>(member)) continue;
     while (held.state.size() < wanted)
-      held.state.push_back(bucket.parameters.allocate_state(segment.run.size()).zero_());
+      held.state.push_back(bucket.parameters.allocate_state(segment.size()).zero_());
   }
 }
 
@@ -178,13 +178,13 @@ bool Optimizer::update_bucket(size_t index) {
     const BucketParameter& member = bucket.layout().members()[segment.member];
     const Update update{.name = member.name,
                         .shape = member.shape,
-                        .parameter = part_of(bucket.parameters.main(), segment.local, {segment.run.size()}),
-                        .gradient = part_of(bucket.gradient.values(), segment.local, {segment.run.size()}),
+                        .parameter = part_of(bucket.parameters.main(), segment.local, {segment.size()}),
+                        .gradient = part_of(bucket.gradient.values(), segment.local, {segment.size()}),
                         .state = held.state,
                         .step = held.updates,
                         .lr_factor = lr_factor_ * group.lr_factor,
                         .decay_factor = group.decay_factor};
-    if (rounds && group.rule->update_and_round(update, part_of(own, segment.local, {segment.run.size()}))) continue;
+    if (rounds && group.rule->update_and_round(update, part_of(own, segment.local, {segment.size()}))) continue;
     rounded = false;
     if (group.rule->needs_whole_parameters() && is_cut(member))
       update_joined(*state, member, *group.rule, update);

@@ -346,16 +346,21 @@ void BucketGradient::check_terms(const at::Tensor& terms, bool in_bucket) const 
                 where_, unrepresentable_, produced_max(rules_, layout_, comms_->mesh()));
   // One answer for the whole bucket, whose padding is zero, so that a device is waited for once.
   if (first_beyond(terms, rules_.gradient_magnitude_max) == terms.numel()) return;
-  for (const Segment& segment : layout_.whole().segments) {
+  std::vector<Segment> parts = layout_.whole().segments;
+  if (!in_bucket) {  // where each parameter lies in one piece
+    parts.clear();
+    for (const BucketParameter& member : layout_.members())
+      parts.push_back({std::ssize(parts), {0, member.numel}, member.offset});
+  }
+  for (const Segment& segment : parts) {
     const BucketParameter& member = layout_.members()[static_cast<size_t>(segment.member)];
-    const int64_t begin = in_bucket ? segment.local : member.offset + segment.run.begin;
-    const at::Tensor values = terms.narrow(0, begin, segment.run.size());
+    const at::Tensor values = terms.narrow(0, segment.local, segment.size());
     const int64_t bad = first_beyond(values, rules_.gradient_magnitude_max);
     if (bad < values.numel())
       throw NonFiniteError(
           fmt::format("[gradient] {}: the gradient of {} is {} at element {} of {}, as this rank alone computed it. "
                       "Look at the loss and the data of this rank, or lower the learning rate",
-                      where_, member.name, element_of(values, bad), segment.run.begin + bad, member.numel));
+                      where_, member.name, element_of(values, bad), segment.element(bad), member.numel));
   }
 }
 

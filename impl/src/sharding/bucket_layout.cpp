@@ -19,20 +19,24 @@ int64_t chunks(const Layout& layout, const Mesh& mesh) {
   return parts;
 }
 
-// A parameter as rows along its dim 0.
+// A parameter along the dim that is cut: `outer` times `rows` rows of `inner` elements.
 struct Rows {
-  int64_t count = 1;
-  int64_t elements = 1;  // of a row
+  int64_t outer = 1, rows = 1, inner = 1;
 };
 
-// Of the longest part along the axes that cut it.
-Rows rows_of_longest(const BucketParameter& member) {
-  if (member.shape.empty()) return {};
-  const auto& [mesh, layout] = member.own;
-  Shape longest = member.shape;
-  for (int64_t part = 0; member.is_cut() && part < mesh.size(); ++part)
-    if (const Shape shape = local_shape(member.whole, mesh, layout, part); numel(shape) > numel(longest)) longest = shape;
-  return {longest[0], longest[0] == 0 ? 0 : numel(longest) / longest[0]};
+Rows rows_along(const Shape& shape, int64_t dim) {
+  Rows rows;
+  for (int64_t d = 0; d < std::ssize(shape); ++d) (d < dim ? rows.outer : d == dim ? rows.rows : rows.inner) *= shape[d];
+  return rows;
+}
+
+// On every rank along the axes that cut it before.
+std::vector<Shape> shapes_of(const BucketParameter& member) {
+  if (!member.is_cut()) return {member.shape};
+  std::vector<Shape> shapes;
+  for (int64_t part = 0; part < member.own.mesh.size(); ++part)
+    shapes.push_back(local_shape(member.whole, member.own.mesh, member.own.layout, part));
+  return shapes;
 }
 
 bool is_cut_by(const Layout& layout, const std::string& axis) {
@@ -85,7 +89,7 @@ BucketLayout::BucketLayout(std::vector<BucketParameter> members, const Strategy&
   require_movable(unshard_, strategy, "parameter -> compute");
   require_movable(all_gather_updated_, strategy, "state -> parameter");
   if (strategy.between) {
-    between_ = {lower(shape, mesh, *strategy.between, strategy.compute), view(*strategy.between, mesh, rank)};
+    between_ = {lower(shape, mesh, *strategy.between, strategy.compute), interval(*strategy.between, mesh, rank)};
     require_movable(between_->collective, strategy, "between -> compute");
   }
   reduce_ = sum_path(strategy.produced, strategy.accumulated, mesh, rank);
@@ -150,8 +154,10 @@ void BucketLayout::place_rows(int64_t alignment, const Strategy& strategy, int64
   int64_t chunk = 0;
   for (const BucketParameter& member : members_) {
     begins.push_back(round_up(chunk, alignment));
-    const Rows longest = rows_of_longest(member);
-    chunk = begins.back() + rows_of(0, longest.count).size() * longest.elements;
+    for (const Shape& shape : shapes_of(member)) {
+      const auto [outer, rows, inner] = rows_along(shape, member.cut_dim);
+      chunk = std::max(chunk, begins.back() + outer * rows_of(0, rows).size() * inner);
+    }
   }
   chunk = std::max(multiple / cuts, round_up(chunk, std::lcm(alignment, multiple / cuts)));
   numel_ = cuts * chunk;
@@ -161,27 +167,32 @@ void BucketLayout::place_rows(int64_t alignment, const Strategy& strategy, int64
   for (int64_t c = 0; c < cuts; ++c)
     for (size_t i = 0; i < members_.size(); ++i) {
       const BucketParameter& member = members_[i];
-      const int64_t rows = member.shape.empty() ? 1 : member.shape[0], row = rows == 0 ? 0 : member.numel / rows;
+      const auto [outer, rows, inner] = rows_along(member.shape, member.cut_dim);
       const Interval own = rows_of(c, rows);
-      if (own.size() * row == 0) continue;
-      placed_.push_back({static_cast<int64_t>(i), {own.begin * row, own.end * row}, c * chunk + begins[i]});
+      if (outer * own.size() * inner == 0) continue;
+      placed_.push_back({.member = static_cast<int64_t>(i),
+                         .run = {own.begin * inner, own.end * inner},
+                         .local = c * chunk + begins[i],
+                         .times = outer,
+                         .stride = rows * inner});
       add_to_blocks(placed_.back(), chunk, blocks[i]);
     }
   is_interleaved_ = std::ranges::any_of(blocks_, [](const Block& block) {
-    return block.compute != block.bucket || (block.times > 1 && block.stride != block.size);
+    const Segment& first = block.first;
+    return block.compute != first.local || (block.pieces > 1 && block.distance != first.run.size()) ||
+           (first.times > 1 && first.stride != first.run.size());
   });
 }
 
-void BucketLayout::add_to_blocks(const Segment& segment, int64_t stride, size_t& last) {
+void BucketLayout::add_to_blocks(const Segment& segment, int64_t distance, size_t& last) {
   if (last > 0) {
     Block& block = blocks_[last - 1];
-    if (block.size == segment.run.size() && block.bucket + block.times * stride == segment.local) {
-      ++block.times;
+    if (block.first.run.size() == segment.run.size() && block.first.local + block.pieces * distance == segment.local) {
+      ++block.pieces;
       return;
     }
   }
-  const int64_t compute = members_[static_cast<size_t>(segment.member)].offset + segment.run.begin;
-  blocks_.push_back({compute, segment.local, segment.run.size(), 1, stride});
+  blocks_.push_back({members_[static_cast<size_t>(segment.member)].offset + segment.run.begin, segment, 1, distance});
   last = blocks_.size();
 }
 
@@ -189,9 +200,11 @@ void BucketLayout::each_block(const at::Tensor& compute, const at::Tensor& bucke
                               const std::function<void(const at::Tensor&, const at::Tensor&)>& visit) const {
   SHARD_CHECK(compute.numel() == numel_ && bucket.numel() == numel_, "bucket", "buffers of {} and {} elements, expected {}",
               compute.numel(), bucket.numel(), numel_);
-  for (const Block& block : blocks_)
-    visit(compute.as_strided({block.times, block.size}, {block.size, 1}, compute.storage_offset() + block.compute),
-          bucket.as_strided({block.times, block.size}, {block.stride, 1}, bucket.storage_offset() + block.bucket));
+  for (const auto& [begin, first, pieces, distance] : blocks_) {
+    const int64_t size = first.run.size();
+    visit(compute.as_strided({pieces, first.times, size}, {size, first.stride, 1}, compute.storage_offset() + begin),
+          bucket.as_strided({pieces, first.times, size}, {distance, size, 1}, bucket.storage_offset() + first.local));
+  }
 }
 
 void BucketLayout::pack(const at::Tensor& compute, const at::Tensor& bucket) const {
@@ -206,7 +219,7 @@ Placement BucketLayout::placement(const BucketParameter& member, const LocalView
   if (!is_by_rows_) return {mesh_, in_bucket(member.own.layout.dims, view.layout, {member.offset, numel_})};
   Layout layout{member.own.layout.dims, {}, view.layout.partial};
   for (const Split& split : view.layout.flat)
-    layout = member.shape.empty() ? split_flat(std::move(layout), split) : split_dim(std::move(layout), 0, split);
+    layout = member.shape.empty() ? split_flat(std::move(layout), split) : split_dim(std::move(layout), member.cut_dim, split);
   return {mesh_, std::move(layout)};
 }
 
@@ -236,19 +249,25 @@ std::vector<Stage> BucketLayout::sum_path(Layout from, const Layout& to, const M
   return stages;
 }
 
-LocalView BucketLayout::view(const Layout& layout, const Mesh& mesh, int64_t rank) const {
+LocalView BucketLayout::interval(const Layout& layout, const Mesh& mesh, int64_t rank) const {
   const std::vector<Box> boxes = owned({numel_}, mesh, layout, rank);
   SHARD_CHECK(boxes.size() <= 1, "bucket", "layout {} gives {} runs of a bucket", layout.str(), boxes.size());
-  LocalView view{layout, {}, {}, {}};
-  if (!boxes.empty()) view.interval = boxes[0][0];
+  return {layout, boxes.empty() ? Interval{} : boxes[0][0], {}, {}};
+}
+
+LocalView BucketLayout::view(const Layout& layout, const Mesh& mesh, int64_t rank) const {
+  LocalView view = interval(layout, mesh, rank);
   int64_t filled = view.interval.begin;
   for (const Segment& placed : placed_) {
     const int64_t begin = std::max(view.interval.begin, placed.local);
-    const int64_t end = std::min(view.interval.end, placed.local + placed.run.size());
+    const int64_t end = std::min(view.interval.end, placed.local + placed.size());
     if (begin >= end) continue;
+    SHARD_CHECK(placed.times == 1 || end - begin == placed.size(), "bucket", "layout {} cuts a piece of {} elements",
+                layout.str(), placed.size());
     if (filled < begin) view.padding.push_back({filled - view.interval.begin, begin - view.interval.begin});
-    const int64_t first = placed.run.begin - placed.local;  // of the member, if it lay here in one piece
-    view.segments.push_back({placed.member, {first + begin, first + end}, begin - view.interval.begin});
+    Segment& segment = view.segments.emplace_back(placed);
+    segment.local = begin - view.interval.begin;
+    if (placed.times == 1) segment.run = {placed.run.begin + begin - placed.local, placed.run.begin + end - placed.local};
     filled = end;
   }
   if (filled < view.interval.end) view.padding.push_back({filled - view.interval.begin, view.size()});
@@ -259,12 +278,15 @@ std::vector<Shard> BucketLayout::shards(const LocalView& view, const at::Tensor&
   SHARD_CHECK(local.numel() == view.size(), "bucket", "a buffer of {} elements for a view of {}", local.numel(), view.size());
   std::vector<std::vector<at::Tensor>> parts(members_.size());
   for (const Segment& segment : view.segments)
-    parts[static_cast<size_t>(segment.member)].push_back(local.narrow(0, segment.local, segment.run.size()));
+    parts[static_cast<size_t>(segment.member)].push_back(
+        local.narrow(0, segment.local, segment.size()).view({segment.times, segment.run.size()}));
   std::vector<Shard> shards;
   for (const size_t i : by_offset_) {
     const BucketParameter& member = members_[i];
-    const at::Tensor data = parts[i].empty() ? local.narrow(0, 0, 0) : parts[i].size() == 1 ? parts[i][0] : at::cat(parts[i]);
-    shards.push_back({member.name, member.whole, placement(member, view), data});
+    const at::Tensor data = parts[i].empty()       ? local.narrow(0, 0, 0)
+                            : parts[i].size() == 1 ? parts[i][0]
+                                                   : at::cat(parts[i], 1);
+    shards.push_back({member.name, member.whole, placement(member, view), data.view({-1})});
   }
   return shards;
 }

@@ -4,10 +4,11 @@
 //
 // A bucket is what collectives move, and its even parts are what ranks hold. Units compute in another buffer, in which each
 // parameter lies in one piece. The two are the same memory unless parameters are cut by rows (Granularity::row): then a bucket
-// has the first rows of all parameters, which are rank 0's, then the next ones of all:
+// has the first rows of all parameters, which are rank 0's, then the next ones of all. A parameter that is cut along another
+// dim has a rank's columns end to end, one row's after the other:
 //
-//   compute   a0 a1 a2 b0 b1 b2
-//   bucket    a0 b0 | a1 b1 | a2 b2
+//   compute   a0 a1 a2 b0 b1 b2 b0 b1 b2
+//   bucket    a0 b0 b0 | a1 b1 b1 | a2 b2 b2
 #pragma once
 
 #include <cstdint>
@@ -32,14 +33,20 @@ struct BucketParameter {
   int64_t room = 0;    // of the longest part along that axis: what lies behind it has one offset on all of its ranks
   Shape whole;         // shape of the whole parameter
   Placement own = {};  // how `shape` comes from it, on the tensor-parallel axis alone
+  int64_t cut_dim = 0;  // along which Granularity::row cuts it
   bool is_cut() const { return own.layout != replicated(); }
 };
 
 // A part of one member that lies in a local interval. A member has several where rows are interleaved.
 struct Segment {
   int64_t member = 0;
-  Interval run;      // of the parameter's row-major elements
+  Interval run;       // of the parameter's row-major elements
   int64_t local = 0;  // offset of its first element in the local buffer
+  // Where a dim behind the first is cut, further runs of that size follow, each so many elements behind the one before.
+  int64_t times = 1, stride = 0;
+  int64_t size() const { return times * run.size(); }
+  // Which of the parameter's elements the i-th one of the segment is.
+  int64_t element(int64_t i) const { return run.begin + i / run.size() * stride + i % run.size(); }
 };
 
 // What this rank holds of the bucket under a layout: an interval, cut into segments and what lies between them.
@@ -78,8 +85,8 @@ class BucketLayout {
   const LocalView& accumulated() const { return accumulated_; }
   const LocalView& state() const { return state_; }
   const LocalView& whole() const { return whole_; }
-  // What stays between forward and backward, and the gather that makes the bucket whole again; null where the row has no such
-  // layout.
+  // What stays between forward and backward, as an interval alone, and the gather that makes the bucket whole again; null where
+  // the row has no such layout.
   const Stage* between() const { return between_ ? &*between_ : nullptr; }
 
   // Gathers are one collective.
@@ -96,21 +103,23 @@ class BucketLayout {
   // segments there, which only happens in views of more than the optimizer's part, its shard is a copy.
   std::vector<Shard> shards(const LocalView& view, const at::Tensor& local) const;
 
-  // The part of `layout` that this rank holds.
+  // The part of `layout` that this rank holds: its interval alone, or all of it.
+  LocalView interval(const Layout& layout, const Mesh& mesh, int64_t rank) const;
   LocalView view(const Layout& layout, const Mesh& mesh, int64_t rank) const;
 
  private:
-  // Rows of one member that lie in equal distances in the bucket.
+  // Pieces of one member, all of one size, that lie in equal distances in the bucket, each as a segment describes it.
   struct Block {
-    int64_t compute = 0, bucket = 0;          // where the first piece begins
-    int64_t size = 0, times = 1, stride = 0;  // the stride is the bucket's
+    int64_t compute = 0;  // where the first piece begins there
+    Segment first;        // local: in the bucket
+    int64_t pieces = 1, distance = 0;
   };
 
   void place(int64_t alignment, int64_t cuts, int64_t multiple, Granularity granularity);
   int64_t place_in_order(int64_t alignment);
   int64_t place_whole(int64_t alignment, int64_t cuts, int64_t multiple);
   void place_rows(int64_t alignment, const Strategy& strategy, int64_t cuts, int64_t multiple);
-  void add_to_blocks(const Segment& segment, int64_t stride, size_t& last);
+  void add_to_blocks(const Segment& segment, int64_t distance, size_t& last);
   void each_block(const at::Tensor& compute, const at::Tensor& bucket,
                   const std::function<void(const at::Tensor& compute, const at::Tensor& bucket)>& visit) const;
   std::vector<Stage> sum_path(Layout from, const Layout& to, const Mesh& mesh, int64_t rank) const;

@@ -129,9 +129,12 @@ void BucketParameters::fill_from_initializer(const Initializer& initialize) {
       const at::Tensor values = at::empty({owned_numel(member.whole, at.mesh, at.layout, layout_.rank())}, rules_.main);
       for (const OwnedRun& run : owned_runs(member.whole, at.mesh, at.layout, layout_.rank()))
         initialize(member.name, member.whole, run.whole, values.narrow(0, run.local, run.whole.size()));
-      for (const Segment& segment : segments[m])  // which follow each other in what the rank holds
-        local.narrow(0, segment.local, segment.run.size())
-            .copy_(values.narrow(0, segment.run.begin - segments[m][0].run.begin, segment.run.size()));
+      const Segment& first = segments[m][0];
+      const at::Tensor rows = values.view({first.times, -1});
+      for (const Segment& segment : segments[m])  // which lie beside each other in what the rank holds
+        local.narrow(0, segment.local, segment.size())
+            .view({segment.times, segment.run.size()})
+            .copy_(rows.narrow(1, segment.run.begin - first.run.begin, segment.run.size()));
     }
   };
   fill(layout_.parameter(), parameter_);

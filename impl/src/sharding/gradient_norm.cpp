@@ -23,6 +23,14 @@ bool is_copy(const Bucket& bucket, const BucketParameter& member, const Placemen
   });
 }
 
+bool holds_copies(const Layout& layout) {
+  return std::ranges::any_of(layout.dims, [](const std::vector<Split>& splits) {
+    return std::ranges::any_of(splits, [](const Split& split) {
+      return std::ranges::any_of(split.segments, [](const CutSegment& segment) { return segment.copied; });
+    });
+  });
+}
+
 // Runs `visit` on every run of gradient elements of trained parameters that no lower rank holds as well, as float or double;
 // never on padding. Over the ranks that train one model each element of each parameter comes once. The runs may be used as long
 // as the tensors returned live. They are in the CPU's memory, those of a device after a copy; or, where they `stay`, in its
@@ -47,13 +55,17 @@ std::vector<at::Tensor> visit_gradients(const std::vector<Bucket*>& buckets, con
       const BucketParameter& member = bucket->layout().members()[segment.member];
       const Placement at = bucket->layout().placement(member, bucket->layout().state());
       if (is_copy(*bucket, member, at)) continue;
-      for (const OwnedRun& run : owned_runs(member.whole, at.mesh, at.layout, bucket->layout().rank())) {
-        if (!run.first_copy) continue;
-        const int64_t begin = segment.local + run.local;
-        const auto count = static_cast<size_t>(run.whole.size());
+      const auto visit_part = [&](int64_t begin, int64_t size) {
+        const auto count = static_cast<size_t>(size);
         if (gradient.scalar_type() == at::kDouble) visit(member, std::span(gradient.const_data_ptr<double>() + begin, count));
         else visit(member, std::span(gradient.const_data_ptr<float>() + begin, count));
+      };
+      if (!holds_copies(at.layout)) {  // it lies in one piece, of however many runs of the whole parameter
+        visit_part(segment.local, segment.size());
+        continue;
       }
+      for (const OwnedRun& run : owned_runs(member.whole, at.mesh, at.layout, bucket->layout().rank()))
+        if (run.first_copy) visit_part(segment.local + run.local, run.whole.size());
     }
   }
   return visited;

@@ -8,6 +8,18 @@
 #include "testing/base/call_label.h"
 
 namespace shardproof {
+namespace {
+
+std::vector<Shard> held(const Sharded& sharded, Sharded::Impl::Kind kind) {
+  std::vector<Shard> shards = sharded.impl().shards(kind);
+  std::erase_if(shards, [](const Shard& shard) { return shard.data.numel() == 0; });
+  return shards;
+}
+
+}  // namespace
+
+std::vector<Shard> main_shards(const Sharded& sharded) { return held(sharded, Sharded::Impl::Kind::main); }
+std::vector<Shard> gradient_shards(const Sharded& sharded) { return held(sharded, Sharded::Impl::Kind::gradient); }
 
 HandedGradients hand_over_gradients(Sharded& sharded) {
   Sharded::Impl& state = sharded.impl();
@@ -31,8 +43,8 @@ HandedGradients hand_over_gradients(Sharded& sharded) {
     handed.used.push_back(bucket->layout().members()[member].name);
     used.insert(handed.used.back());
   }
-  for (Piece& piece : sharded.gradients())
-    if (used.contains(piece.name)) handed.pieces.push_back(std::move(piece));
+  for (Shard& shard : gradient_shards(sharded))
+    if (used.contains(shard.name)) handed.shards.push_back(std::move(shard));
   for (Bucket* bucket : state.schedule.buckets())
     if (bucket->gradient.final()) bucket->gradient.zero_gradients();
   state.schedule.note_taken("the .grad of its parameters");

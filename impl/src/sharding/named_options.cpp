@@ -79,7 +79,10 @@ std::vector<NamedOption> all_options() {
           "rows "
           "of each parameter, as FSDP2 cuts.")
           .words({"element", "tensor", "row"})
-          .drawn({1, 2}),
+          .drawn({1, 2, 2}, 0.2),
+      Row("shard_dim", &O::shard_dim,
+          "Along which dim granularity row cuts: 1 is between columns. Parameters of fewer dims are cut along their last one.")
+          .drawn({1, 1, 2}, 0.5),
       Row("keep_whole_numel_max", &O::keep_whole_numel_max,
           "Parameters of at most so many elements stay whole on every rank, where the strategy shards parameters.")
           .drawn({1, 8, 40, 300}),

@@ -21,13 +21,15 @@ bool is_replica(const Bucket& bucket, int64_t member) {
          !bucket.layout().members()[member].is_cut();
 }
 
-// Adds up the gradient's elements from `begin` on in two ways that do not depend on how ranks share them: times weights by
-// their place, and squared. Sums are in double.
-void add_elements(const at::Tensor& gradient, int64_t begin, const at::Tensor& sums) {
+// Adds up the elements of a segment of the gradient in two ways that do not depend on how ranks share them: times weights by
+// their place in the parameter, and squared. Sums are in double.
+void add_elements(const at::Tensor& gradient, const Segment& segment, const at::Tensor& sums) {
   for (int64_t at = 0; at < gradient.numel(); at += kElementsAtOnce) {
     const int64_t count = std::min(kElementsAtOnce, gradient.numel() - at);
     const at::Tensor values = gradient.narrow(0, at, count).to(at::kDouble);
-    const at::Tensor weights = at::arange(begin + at, begin + at + count, values.options()).mul_(2.4).cos_();
+    at::Tensor places = at::arange(at, at + count, values.options().dtype(at::kLong));
+    if (segment.times > 1) places += at::floor_divide(places, segment.run.size()) * (segment.stride - segment.run.size());
+    const at::Tensor weights = places.add_(segment.run.begin).to(at::kDouble).mul_(2.4).cos_();
     sums[0] += at::dot(values, weights).cpu();
     sums[1] += at::dot(values, values).cpu();
   }
@@ -51,7 +53,7 @@ Replicas find_replicas(const std::vector<Bucket*>& buckets) {
     }
     for (const Segment& segment : bucket->layout().state().segments)
       if (const at::Tensor& own = of_member[segment.member]; own.defined())
-        add_elements(bucket->gradient.values().narrow(0, segment.local, segment.run.size()), segment.run.begin, own);
+        add_elements(bucket->gradient.values().narrow(0, segment.local, segment.size()), segment, own);
   }
   if (!sums.empty()) found.sums = at::stack(sums);
   return found;

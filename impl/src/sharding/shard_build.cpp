@@ -33,7 +33,8 @@ void measure(NamedParameter& parameter, const ParallelState* parallel) {
 BucketParameter member_of(const NamedParameter& parameter, const ParallelState* parallel) {
   const Shape shape = parameter.tensor.sizes().vec();
   BucketParameter member{
-      .name = parameter.name, .shape = shape, .numel = parameter.tensor.numel(), .room = parameter.room, .whole = shape};
+      .name = parameter.name, .shape = shape, .numel = parameter.tensor.numel(), .room = parameter.room, .whole = shape,
+      .cut_dim = parameter.cut_dim};
   if (!parallel) return member;
   const ParallelParameter* known = parallel->find(parameter.tensor);
   const Layout layout = known ? known->layout : replicated();
@@ -72,6 +73,7 @@ Shared shared_by_units(ShardOptions options) {
   options.unit_options = nullptr;
   options.recompute = nullptr;
   options.ignored = nullptr;
+  options.shard_dim_of = nullptr;
   options.initialize = nullptr;
   return {std::move(options), {}};
 }

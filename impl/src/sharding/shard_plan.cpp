@@ -36,6 +36,18 @@ void require_separate(const std::vector<NamedParameter>& parameters) {
   }
 }
 
+int64_t cut_dim_of(const NamedParameter& parameter, const ShardOptions& options) {
+  const int64_t dims = parameter.tensor.dim();
+  if (options.granularity != Granularity::row || dims == 0) return 0;
+  if (!options.shard_dim_of) return std::min(options.shard_dim, dims - 1);
+  const int64_t dim = options.shard_dim_of(parameter.name, parameter.tensor);
+  SHARD_REQUIRE(-dims <= dim && dim < dims, "fully_shard",
+                "shard_dim_of (in Python the function shard_dim) says dim {} for parameter {}, which has {} dims. Let it "
+                "return one from {} to {}",
+                dim, parameter.name, dims, -dims, dims - 1);
+  return dim < 0 ? dim + dims : dim;
+}
+
 void require_shardable(const NamedParameter& parameter) {
   const at::Tensor& tensor = parameter.tensor;
   SHARD_REQUIRE(tensor.is_floating_point(), "fully_shard",
@@ -165,7 +177,8 @@ UnitPlans plan_units(const std::shared_ptr<Module>& root, const std::vector<Shar
   for (const Use& use : uses) {
     require_shardable(use.parameter);
     all.push_back(use.parameter);
-    result.units[use.unit].parameters.push_back(use.parameter);
+    all.back().cut_dim = cut_dim_of(use.parameter, options);
+    result.units[use.unit].parameters.push_back(all.back());
   }
   require_separate(all);
   choose_recomputed(result, *root, options);

@@ -203,8 +203,12 @@ Facts facts_of(const torch::nn::Module& root, const UnitPlans& plans, const Shar
       const at::Tensor& tensor = plan.parameters[i].tensor;
       const ParallelParameter* cut = parallel ? parallel->find(tensor) : nullptr;
       facts.emplace_back("parameter " + plan.parameters[i].name,
-                         fmt::format("{}{}, number {} of unit '{}'", said(tensor, cut ? cut->shape : tensor.sizes().vec()),
-                                     tensor.requires_grad() ? "" : ", frozen", i + 1, plan.name()));
+                         fmt::format("{}{}{}, number {} of unit '{}'", said(tensor, cut ? cut->shape : tensor.sizes().vec()),
+                                     tensor.requires_grad() ? "" : ", frozen",
+                                     o.granularity == Granularity::row && tensor.dim() > 0
+                                         ? fmt::format(", cut along dim {}", plan.parameters[i].cut_dim)
+                                         : "",
+                                     i + 1, plan.name()));
     }
   }
   for (const RecomputedPlan& plan : plans.recomputed) facts.emplace_back("recomputed module '" + plan.name + "'", "there");

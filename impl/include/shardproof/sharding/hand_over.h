@@ -14,9 +14,15 @@ struct HandedGradients {
   // Parameters that have a gradient: on some rank a backward has reached them since gradients were handed over last. In the
   // order of buckets, by their first names. The same on every rank.
   std::vector<std::string> used;
-  // What this rank holds of these gradients, as Sharded::gradients() gives it. The memory is the caller's.
-  std::vector<Piece> pieces;
+  // What this rank holds of these gradients, each in one tensor. The memory is the caller's.
+  std::vector<Shard> shards;
 };
+
+// What this rank holds of the main parameters, and of the final gradients, each in one tensor, where main_parameters() and
+// gradients() of the Sharded have a piece for each run of the whole parameter. Those of which it holds nothing are left out.
+// Live memory.
+std::vector<Shard> main_shards(const Sharded& sharded);
+std::vector<Shard> gradient_shards(const Sharded& sharded);
 
 // Hands over the gradients that are final, after which another backward begins anew, and no optimizer of the library finds
 // them. Units whose gradients are not reduced yet keep them. Collective over the mesh. Throws Error inside a backward.

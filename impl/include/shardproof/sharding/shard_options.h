@@ -34,6 +34,9 @@ UnitSelector by_name(std::string pattern);
 // Chooses parameters. `name` is a parameter's first name.
 using ParameterSelector = std::function<bool(const std::string& name, const at::Tensor& parameter)>;
 
+// Says a dim of a parameter; one below 0 is counted from behind the last. `name` is the parameter's first name.
+using ParameterDim = std::function<int64_t(const std::string& name, const at::Tensor& parameter)>;
+
 // What stays gathered between a unit's forward and its backward. It is FSDP2's reshard_after_forward.
 class Reshard {
  public:
@@ -81,8 +84,9 @@ enum class Divide {
 enum class Granularity {
   element,  // shards may be cut at any element
   tensor,   // each parameter lies whole on one rank, as optimizers of matrices need it; offsets then depend on the mesh
-  row  // each parameter is cut along its dim 0 in the pieces of torch.chunk, as FSDP2 cuts it: what a rank holds of it is a
-       // tensor of whole rows. What was gathered is copied once more, so that each parameter lies in one piece
+  row  // each parameter is cut along one dim (`shard_dim`) in the pieces of torch.chunk, as FSDP2 cuts it: what a rank holds
+       // of it is a tensor of whole rows, or of whole columns. What was gathered is copied once more, so that each parameter
+       // lies in one piece
 };
 
 // What becomes of the memory of gathered parameters when a unit is resharded.
@@ -169,6 +173,12 @@ struct ShardOptions {
   // gradients do not depend on it.
   int64_t bucket_multiple = 1;
   Granularity granularity = Granularity::element;
+  // The dim along which Granularity::row cuts; a parameter of fewer dims is cut along its last one. Other granularities ignore
+  // it.
+  int64_t shard_dim = 0;
+  // Says it for each parameter instead, on every rank alike. A dim that the parameter does not have throws Error. Scalars are
+  // not asked about.
+  ParameterDim shard_dim_of = {};
   // Where the strategy shards parameters, those of at most so many elements stay whole on every rank between steps, in buckets
   // of their own. Their optimizer state stays sharded. 0: none do. This spares gathers of small parameters, as DeepSpeed's
   // stage3_param_persistence_threshold does.
