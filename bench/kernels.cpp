@@ -38,7 +38,7 @@ class Kernels {
     sum_ = at::zeros_like(wide_[0]), low_ = at::zeros_like(narrow_[0]);
     first_ = at::zeros_like(sum_), second_ = at::zeros_like(sum_);
     fixed_ = at::zeros({count}, at::TensorOptions(device).dtype(at::kLong));
-    counters_.resize(2 * 256);  // two an exponent
+    counters_ = at::zeros({2 * 256}, fixed_.options());  // two an exponent
   }
 
   std::vector<Kernel> all() {
@@ -88,17 +88,16 @@ class Kernels {
   static constexpr int64_t kTerms = 4;
 
   void exact_norm() {
-    std::fill(counters_.begin(), counters_.end(), 0);
+    counters_.zero_();
     const FlatSpan span{wide_[0].const_data_ptr<float>(), count_};
-    math_.exact_sum({&span, 1}, /*squares=*/true, counters_);
+    math_.exact_sum({&span, 1}, /*squares=*/true, counters_.mutable_data_ptr<int64_t>());
   }
 
   const DeviceMath& math_;
   int64_t count_;
   std::vector<at::Tensor> wide_, narrow_;
   std::vector<const std::byte*> wide_terms_, narrow_terms_;
-  at::Tensor sum_, low_, first_, second_, fixed_;
-  std::vector<int64_t> counters_;
+  at::Tensor sum_, low_, first_, second_, fixed_, counters_;
 };
 
 double seconds_of(const Kernel& kernel, const KernelsTask& task) {

@@ -48,16 +48,14 @@ class MetaMath final : public ModelMath {
     moved(static_cast<double>(count) * size_of(type));
     return count;
   }
-  bool all_zero(Element type, const std::byte*, int64_t count) const override {
+  void note_beyond(Element type, const std::byte*, int64_t count, double, int64_t, int64_t*) const override {
     moved(static_cast<double>(count) * size_of(type));
-    return true;
   }
   void zero(void*, int64_t bytes) const override { moved(static_cast<double>(bytes)); }
   void copy(void*, const void*, int64_t bytes) const override { moved(2.0 * static_cast<double>(bytes)); }
-  void exact_sum(std::span<const FlatSpan> spans, bool, std::span<int64_t> counters) const override {
+  void exact_sum(std::span<const FlatSpan> spans, bool, int64_t*) const override {
     int64_t count = 0;
     for (const FlatSpan& span : spans) count += span.count;
-    std::ranges::fill(counters, 0);
     moved(4.0 * static_cast<double>(count));
   }
   void dropout_mask(Element type, const MaskScalars&, const int64_t*, const int64_t*, int64_t, int64_t count,

@@ -134,6 +134,11 @@ std::vector<Operation> operations() {
     all.push_back({"first_beyond", {type}, [type](const DeviceMath& math, At at, int64_t n) {
                      return math.first_beyond(type, at[0], n, 0.9);
                    }});
+    all.push_back({"note_beyond", {type}, [type](const DeviceMath& math, At at, int64_t n) {
+                     int64_t least = 5000 + n / 2;
+                     math.note_beyond(type, at[0], n, 0.9, 5000, &least);
+                     return least;
+                   }});
   }
   for (const Element type : {Element::f32, Element::bf16, Element::f16}) {
     all.push_back({"sum_wide", {type, type, Element::bf16}, [type](const DeviceMath& math, At at, int64_t n) -> int64_t {

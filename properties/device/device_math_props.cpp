@@ -329,17 +329,23 @@ TEST_F(Kernels, find_the_first_number_that_is_too_large_or_none) {
     const Subject subject(drawn_walk());
     const at::Tensor there = device_testing::moved(values, subject);
     RC_ASSERT(subject.math().first_beyond(element_type(dtype), bytes_of(there), d.count, limit) == expected);
+    const int64_t before = static_cast<int64_t>(d.random() % 2000);  // of an earlier question
+    const at::Tensor least = device_testing::moved(at::full({1}, 1000 + before, at::kLong), subject);
+    subject.math().note_beyond(element_type(dtype), bytes_of(there), d.count, limit, 1000, least.mutable_data_ptr<int64_t>());
+    RC_ASSERT(least.to(at::kCPU).item<int64_t>() == 1000 + (expected < d.count ? std::min(before, expected) : before));
   });
 }
 
 TEST_F(Kernels, find_what_is_not_zero_and_make_it_zero) {
-  check("all_zero and zero", [] {
+  check("a limit of 0, and zero", [] {
     Draw d = draw();
     const at::ScalarType dtype = *rc::gen::elementOf(std::vector<at::ScalarType>(std::begin(kSummed), std::end(kSummed)));
     at::Tensor values = at::zeros({d.offset + d.count + 5}, dtype).narrow(0, d.offset, d.count);
     const Subject subject(drawn_walk());
     at::Tensor there = device_testing::moved(values, subject);
-    const auto is_zero = [&] { return subject.math().all_zero(element_type(dtype), bytes_of(there), d.count); };
+    const auto is_zero = [&] {
+      return subject.math().first_beyond(element_type(dtype), bytes_of(there), d.count, /*limit=*/0) == d.count;
+    };
     if (at::isFloatingType(dtype)) there.neg_();  // -0.0 is zero
     RC_ASSERT(is_zero());
     if (d.count == 0) return;

@@ -38,22 +38,36 @@ Waits difference(Waits after, const Waits& before) {
   return after;
 }
 
-// What the hosts of two ranks wait for while they shard two units and train so many steps.
-Waits waits_of(int64_t steps, shardproof::ShardOptions options) {
+// What ranks do in each step on two units.
+struct Loop {
+  shardproof::ShardOptions options = {};
+  std::string mesh = "dp_shard=2";
+  int64_t microbatches = 1;
+  std::function<void(shardproof::Sharded&)> before_update = {};
+
+  int64_t ranks() const { return shardproof::Mesh::parse(mesh).size(); }
+};
+
+// What their hosts wait for while they shard the units and train so many steps.
+Waits waits_of(int64_t steps, Loop loop) {
   using namespace shardproof;
   fake_device::install();
   const Waits before = fake_device::host_waits();
-  options.units = by_type<torch::nn::LinearImpl>();
+  loop.options.units = by_type<torch::nn::LinearImpl>();
   run_threads(
-      2,
+      loop.ranks(),
       [&](std::shared_ptr<Comm> comm) {
         Mlp model(MlpOptions{.widths = {8, 8, 8}});
         harness::move_to(*model, fake_device::device());
-        Sharded sharded = fully_shard(model.ptr(), std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 2}})), options);
+        Sharded sharded = fully_shard(model.ptr(), std::make_shared<MeshComm>(comm, Mesh::parse(loop.mesh)), loop.options);
         Optimizer optimizer = adamw(sharded, {.lr = 0.1});
         const at::Tensor input = at::ones({3, 8}).to(fake_device::device());
         for (int64_t step = 0; step < steps; ++step) {
-          call(model, input).square().sum().backward();
+          for (int64_t round = 1; round <= loop.microbatches; ++round) {
+            sharded.set_last_microbatch(round == loop.microbatches);
+            call(model, input).square().sum().backward();
+          }
+          if (loop.before_update) loop.before_update(sharded);
           optimizer.step();
         }
       },
@@ -61,9 +75,8 @@ Waits waits_of(int64_t steps, shardproof::ShardOptions options) {
   return difference(fake_device::host_waits(), before);
 }
 
-Waits waits_of_two_steps(const char* strategy, bool check_gradients) {
-  const shardproof::ShardOptions options{.strategy = shardproof::strategy(strategy), .check_gradients = check_gradients};
-  return difference(waits_of(3, options), waits_of(1, options));
+Waits waits_of_two_steps(const Loop& loop) {
+  return difference(waits_of(3, loop), waits_of(1, loop));
 }
 
 }  // namespace
@@ -244,7 +257,8 @@ TEST(DeviceModels, low_precision_and_loss_scaling_have_the_golden_runs_bits_on_a
 
 TEST(DeviceWaits, the_host_waits_for_nothing_in_a_step_whose_gradients_are_not_checked) {
   for (const char* strategy : {"ddp", "zero1", "zero2", "zero3"})
-    EXPECT_EQ(waits_of_two_steps(strategy, /*check_gradients=*/false), Waits{}) << strategy;
+    EXPECT_EQ(waits_of_two_steps({{.strategy = shardproof::strategy(strategy), .check_gradients = false}}), Waits{})
+        << strategy;
 }
 
 // How many rows an expert has, and where they go, is a number of the host.
@@ -272,11 +286,112 @@ TEST(DeviceWaits, the_host_waits_once_for_the_counts_of_a_layer_of_experts) {
   EXPECT_EQ(waits(3) - waits(1), 2 * 2) << "ranks and rounds";
 }
 
-TEST(DeviceWaits, checks_of_gradients_wait_once_a_bucket_and_for_runs_of_padding) {
-  for (const char* strategy : {"ddp", "zero1", "zero2", "zero3"}) {
-    Waits waits = waits_of_two_steps(strategy, /*check_gradients=*/true);
-    EXPECT_EQ(waits["first_beyond"], 2 * 2 * 2) << strategy << ": ranks, units and steps";
-    EXPECT_GT(waits["all_zero"], 0) << strategy;
-    EXPECT_EQ(waits.size(), 2u) << strategy;
-  }
+// With checks of gradients, which are on. Whatever else the host asks for comes with their answers.
+TEST(DeviceWaits, the_host_waits_once_a_step_whatever_the_step_asks_for) {
+  using namespace shardproof;
+  const std::map<std::string, std::function<void(Sharded&)>> asked = {
+      {"nothing", {}},
+      {"a norm of order 2", [](Sharded& sharded) { sharded.clip_gradients(0.1); }},
+      {"a norm of order 1", [](Sharded& sharded) { sharded.clip_gradients(0.1, 1); }},
+      {"the largest magnitude", [](Sharded& sharded) { sharded.clip_gradients(0.1, INFINITY); }},
+      {"whether a scaled loss overflowed",
+       [](Sharded& sharded) { EXPECT_TRUE(LossScaler({.initial = 8}).unscale(sharded)); }}};
+  for (const char* mesh : {"dp_shard=2", "dp_replicate=2,dp_shard=2"})
+    for (const char* name : {"ddp", "zero1", "zero2", "zero3", "hsdp"})
+      for (const int64_t microbatches : {1, 3}) {
+        if ((std::string(name) == "hsdp") != (std::string(mesh) != "dp_shard=2")) continue;
+        for (const auto& [what, ask] : asked) {
+          const Loop loop{{.strategy = strategy(name)}, mesh, microbatches, ask};
+          EXPECT_EQ(waits_of_two_steps(loop), (Waits{{"event", 2 * loop.ranks()}}))
+              << name << ", " << microbatches << " microbatches, " << what;
+        }
+      }
+}
+
+TEST(DeviceWaits, the_host_waits_once_a_step_in_low_precision) {
+  using namespace shardproof;
+  const Loop loop{{.precision = {.compute = at::kBFloat16}}, "dp_shard=2", 2,
+                  [](Sharded& sharded) { sharded.clip_gradients(0.1); }};
+  EXPECT_EQ(waits_of_two_steps(loop), (Waits{{"event", 2 * 2}}));
+}
+
+// Its optimizer is on the host, which waits for the gradients of both units, for their parameters, and for the answers.
+TEST(DeviceWaits, with_offload_the_host_waits_for_what_it_computes_with_and_once_more) {
+  using namespace shardproof;
+  const auto waits = [](bool check_gradients) {
+    return waits_of_two_steps({{.offload = Offload::pinned, .check_gradients = check_gradients}, "dp_shard=2", 2})["event"];
+  };
+  EXPECT_EQ(waits(true) - waits(false), 2 * 2) << "ranks and steps";
+}
+
+namespace {
+
+// Makes one element of the gradient of the last layer's weight bad, and none of the frozen layer before it.
+void spoil(at::Tensor output, double value) {
+  output.register_hook([value](at::Tensor gradient) {
+    at::Tensor bad = gradient.clone();
+    bad[0][5] = value;
+    return bad;
+  });
+}
+
+std::vector<at::Tensor> copies(const std::vector<shardproof::Piece>& pieces) {
+  std::vector<at::Tensor> all;
+  for (const shardproof::Piece& piece : pieces) all.push_back(piece.data.to(at::kCPU, /*non_blocking=*/false, /*copy=*/true));
+  return all;
+}
+
+}  // namespace
+
+TEST(DeviceChecks, a_gradient_that_is_not_finite_is_named_on_every_rank_before_anything_is_updated) {
+  using namespace shardproof;
+  fake_device::install();
+  using Use = std::function<void(Sharded&, Optimizer&)>;
+  const std::vector<Use> uses = {[](Sharded&, Optimizer& optimizer) { optimizer.step(); },
+                                 [](Sharded& sharded, Optimizer&) { sharded.clip_gradients(1); },
+                                 [](Sharded& sharded, Optimizer&) { sharded.clip_gradients(1, INFINITY); },
+                                 [](Sharded& sharded, Optimizer&) { sharded.gradients_are_finite(); },
+                                 [](Sharded& sharded, Optimizer&) { sharded.gather_gradients(); }};
+  for (const char* name : {"ddp", "zero1", "zero2", "zero3"})
+    for (const double value : {double{NAN}, -double{INFINITY}, 1e9})
+      for (size_t i = 0; i < uses.size(); ++i) {
+        // A large one times an input of 0 is 0.
+        const std::string place = std::isfinite(value) ? "at element " : "at element 40 of 64";
+        const auto body = [&](std::shared_ptr<Comm> comm) {
+          Mlp model(MlpOptions{.widths = {8, 8, 8}});
+          harness::move_to(*model, fake_device::device());
+          model->named_parameters()["layers.0.weight"].requires_grad_(false);
+          model->named_parameters()["layers.0.bias"].requires_grad_(false);
+          Sharded sharded = fully_shard(model.ptr(), std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 2}})),
+                                        {.strategy = strategy(name),
+                                         .units = by_type<torch::nn::LinearImpl>(),
+                                         .granularity = i % 2 == 0 ? Granularity::element : Granularity::row,
+                                         .gradient_magnitude_max = 1e8});
+          Optimizer optimizer = adamw(sharded, {.lr = 0.1});
+          const at::Tensor input = at::ones({3, 8}).to(fake_device::device());
+          const auto run = [&](bool bad, bool last) {
+            sharded.set_last_microbatch(last);
+            const at::Tensor output = call(model, input);
+            if (bad && comm->rank() == 1) spoil(output, value);
+            output.square().sum().backward();
+          };
+          run(false, true);
+          optimizer.step();
+          const std::vector<at::Tensor> before = copies(sharded.main_parameters());
+          run(false, false);
+          run(true, true);
+          if (comm->rank() == 1) EXPECT_THROW(sharded.gradients(), NonFiniteError);
+          else EXPECT_NO_THROW(sharded.gradients());
+          for (int again = 0; again < 2; ++again)
+            expect_error([&] { again ? optimizer.step() : uses[i](sharded, optimizer); },
+                         {"rank 1", "step 2", "layers.1.", "NaN or infinite, or above 100000000, " + place});
+          const std::vector<at::Tensor> after = copies(sharded.main_parameters());
+          for (size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(before[i].equal(after[i])) << name;
+          sharded.zero_gradients();
+          run(false, true);
+          EXPECT_NO_THROW(optimizer.step());
+          EXPECT_FALSE(copies(sharded.main_parameters()).back().equal(before.back()));
+        };
+        run_threads(2, body, {.device = fake_device::device()});
+      }
 }

@@ -39,7 +39,8 @@ void check(const std::string& what, const std::function<void()>& property) {
 
 // What counters of one exponent stand for.
 using Wide = __int128;
-std::array<Wide, 256> meaning(const std::vector<int64_t>& counters) {
+std::array<Wide, 256> meaning(const at::Tensor& given) {
+  const auto* counters = given.const_data_ptr<int64_t>();
   std::array<Wide, 256> sums{};
   for (size_t e = 0; e < sums.size(); ++e) sums[e] = counters[2 * e] + (static_cast<Wide>(counters[2 * e + 1]) << 24);
   return sums;
@@ -141,10 +142,9 @@ TEST_F(Kernels, sum_squares_and_magnitudes_exactly) {
       spans.push_back({data<float>(there) + begin, size});
       begin += size;
     }
-    std::vector<int64_t> counters(512, 7);
-    subject.math().exact_sum(spans, squares, counters);
-    for (int64_t& counter : counters) counter -= 7;
-    RC_ASSERT(meaning(counters) == exact_terms(values.contiguous(), squares));
+    const at::Tensor counters = moved(at::full({512}, 7, at::kLong), subject);
+    subject.math().exact_sum(spans, squares, data<int64_t>(counters));
+    RC_ASSERT(meaning(counters.to(at::kCPU) - 7) == exact_terms(values.contiguous(), squares));
   });
 }
 
@@ -155,9 +155,9 @@ TEST_F(Kernels, sum_many_equal_terms_exactly) {
     const Subject subject(walk);
     const at::Tensor there = moved(values, subject);
     const FlatSpan span{data<float>(there), values.numel()};
-    std::vector<int64_t> counters(512, 0);
-    subject.math().exact_sum({&span, 1}, /*squares=*/true, counters);
-    EXPECT_EQ(meaning(counters), exact_terms(values, true));
+    const at::Tensor counters = moved(at::zeros({512}, at::kLong), subject);
+    subject.math().exact_sum({&span, 1}, /*squares=*/true, data<int64_t>(counters));
+    EXPECT_EQ(meaning(counters.to(at::kCPU)), exact_terms(values, true));
   }
 }
 
@@ -177,8 +177,8 @@ TEST_F(Kernels, round_an_exact_sum_once_and_to_nan_where_a_term_is_not_finite) {
     const Subject subject(drawn_walk());
     const at::Tensor there = moved(values, subject);
     const FlatSpan span{data<float>(there), d.count};
-    ExactSum sum(squares ? ExactSum::Term::square : ExactSum::Term::magnitude);
-    sum.add(subject.device(), {&span, 1});
+    ExactSum sum(squares ? ExactSum::Term::square : ExactSum::Term::magnitude, subject.device());
+    sum.add({&span, 1});
     if (finite || d.count == 0)
       RC_ASSERT(sum.total() == expected.rounded());
     else

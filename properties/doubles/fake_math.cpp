@@ -171,9 +171,9 @@ class QueuedMath final : public ModelMath, Launcher {
     wait("first_beyond");
     return cpu_.first_beyond(type, here(values), count, limit);
   }
-  bool all_zero(Element type, const std::byte* values, int64_t count) const override {
-    wait("all_zero");
-    return cpu_.all_zero(type, here(values), count);
+  void note_beyond(Element type, const std::byte* values, int64_t count, double limit, int64_t offset,
+                   int64_t* least) const override {
+    queue([=, from = here(values), to = here(least), &cpu = cpu_] { cpu.note_beyond(type, from, count, limit, offset, to); });
   }
   void zero(void* target, int64_t bytes) const override {
     queue([bytes, to = here(target)] { std::memset(to, 0, static_cast<size_t>(bytes)); });
@@ -181,11 +181,10 @@ class QueuedMath final : public ModelMath, Launcher {
   void copy(void* target, const void* source, int64_t bytes) const override {
     queue([bytes, to = here(target), from = here(source)] { std::memmove(to, from, static_cast<size_t>(bytes)); });
   }
-  void exact_sum(std::span<const FlatSpan> spans, bool squares, std::span<int64_t> counters) const override {
-    wait("exact_sum");
+  void exact_sum(std::span<const FlatSpan> spans, bool squares, int64_t* counters) const override {
     std::vector<FlatSpan> found;
     for (const FlatSpan& span : spans) found.push_back({here(span.data), span.count});
-    cpu_.exact_sum(found, squares, counters);
+    queue([found, squares, to = here(counters), &cpu = cpu_] { cpu.exact_sum(found, squares, to); });
   }
 
  private:

@@ -65,6 +65,7 @@ Subject drawn_subject() {
   subject.options.granularity = *rc::gen::element(Granularity::element, Granularity::row);
   subject.options.prefetch_forward = subject.options.prefetch_backward = *rc::gen::inRange<int64_t>(0, 3);
   subject.options.reshard_after_backward = *rc::gen::arbitrary<bool>();
+  subject.options.check_gradients = *rc::gen::arbitrary<bool>();
   return subject;
 }
 
@@ -185,7 +186,6 @@ std::string difference(const std::vector<at::Tensor>& expected, const std::vecto
 
 // Where a graph's steps differ from steps that run each time; "" where they do not.
 std::string difference_of_replays(Subject subject) {
-  subject.options.check_gradients = false;
   constexpr int64_t kSteps = 6;
   const Trained eager = train(subject, kSteps, false), captured = train(subject, kSteps, true);
   const std::string losses = difference(eager.losses, captured.losses);
@@ -196,7 +196,6 @@ std::string difference_of_replays(Subject subject) {
 
 // What is told where a body does something that no graph can repeat.
 std::string refusal_of_body(const std::function<void(Training&)>& between, Subject subject = {}) {
-  subject.options.check_gradients = false;
   Training training(subject);
   StepGraph graph = training.graph(1);
   graph.run(training.inputs(0));
@@ -253,9 +252,21 @@ TEST_F(StepGraphs, replays_gather_what_somebody_had_gathered_before_the_capture)
 TEST_F(FakeStepGraphs, what_is_compared_changes_from_step_to_step) {
   for (const char* strategy : {"ddp", "zero1", "zero2", "zero3", "hsdp"}) {
     Subject subject{.strategy = strategy};
-    subject.options.check_gradients = false;
     const std::vector<at::Tensor> losses = train(subject, 6, true).losses;
     for (size_t step = 1; step < losses.size(); ++step) EXPECT_FALSE(at::equal(losses[step], losses[step - 1])) << strategy;
+  }
+}
+
+TEST_F(FakeStepGraphs, gradients_of_a_replay_are_checked_before_the_update) {
+  for (const char* strategy : {"ddp", "zero1", "zero2", "zero3"}) {
+    Training training({.strategy = strategy, .microbatches = 2});
+    StepGraph graph = training.graph();
+    auto step = [&, next = int64_t{0}]() mutable { graph.run(training.inputs(next)), training.update(next++); };
+    for (int64_t i = 0; i < kWarmUp + 2; ++i) step();
+    ASSERT_TRUE(graph.is_captured());
+    training.sharded().main_parameters()[0].data.fill_(NAN);
+    training.sharded().main_parameters_changed();
+    expect_error(step, {"rank 0, step 5", "the gradient of", "is NaN or infinite at element 0"});
   }
 }
 
@@ -263,7 +274,6 @@ TEST_F(FakeStepGraphs, what_is_compared_changes_from_step_to_step) {
 TEST_F(FakeStepGraphs, each_of_three_steps_has_the_same_launches_and_collectives_on_the_same_addresses) {
   EXPECT_TRUE(rc::check("launches", [] {
     Subject subject = drawn_subject();
-    subject.options.check_gradients = false;
     subject.options.buffers = Buffers::freed;
     Training training(subject);
     std::vector<at::Tensor> inputs = training.inputs(0);
@@ -292,12 +302,10 @@ TEST_F(FakeStepGraphs, each_of_three_steps_has_the_same_launches_and_collectives
 TEST_F(FakeStepGraphs, a_model_whose_options_let_the_host_take_part_is_refused_by_the_options_names) {
   const auto refused = [](const std::function<void(ShardOptions&)>& set, std::initializer_list<std::string> parts) {
     Subject subject;
-    subject.options.check_gradients = false;
     set(subject.options);
     Training training(subject);
     expect_error([&] { training.graph(); }, parts);
   };
-  refused([](ShardOptions& options) { options.check_gradients = true; }, {"check_gradients", "set it to false"});
   refused([](ShardOptions& options) { options.offload = Offload::pageable; }, {"ShardOptions::offload"});
   refused([](ShardOptions& options) { options.divide_by_tokens = true; }, {"divide_by_tokens"});
   refused([](ShardOptions& options) { options.publish = Publish::at_first_use; }, {"Publish::at_first_use"});
@@ -315,9 +323,7 @@ TEST_F(FakeStepGraphs, a_host_without_graphs_and_backends_that_need_the_host_are
 }
 
 TEST_F(FakeStepGraphs, a_finishing_step_on_the_host_is_refused_by_its_name) {
-  Subject subject;
-  subject.options.check_gradients = false;
-  Training training(subject);
+  Training training{Subject()};
   training.sharded().add_finishing_step("log the norm", 50, [](Sharded&) {});
   expect_error([&] { training.graph(); }, {"finishing step 'log the norm'"});
 }
@@ -334,9 +340,7 @@ TEST_F(FakeStepGraphs, a_body_that_does_what_a_graph_cannot_repeat_is_refused_by
 }
 
 TEST_F(FakeStepGraphs, inputs_that_were_refused_are_forgotten) {
-  Subject subject;
-  subject.options.check_gradients = false;
-  Training training(subject);
+  Training training{Subject()};
   StepGraph graph = training.graph(1);
   expect_error([&] { graph.run({training.inputs(0)[0], at::Tensor()}); }, {"input 1 is undefined"});
   graph.run(training.inputs(0));
@@ -345,7 +349,6 @@ TEST_F(FakeStepGraphs, inputs_that_were_refused_are_forgotten) {
 
 TEST_F(FakeStepGraphs, dropout_is_refused_by_name) {
   Subject subject;
-  subject.options.check_gradients = false;
   subject.dropout = 0.1;
   Training training(subject);
   StepGraph graph = training.graph(1);
@@ -356,7 +359,6 @@ TEST_F(FakeStepGraphs, dropout_is_refused_by_name) {
 
 TEST_F(StepGraphs, a_replay_is_refused_when_what_it_relies_on_has_changed) {
   Subject subject{.shards = device_testing::on_cuda() ? 1 : 2};
-  subject.options.check_gradients = false;
   Training training(subject);
   StepGraph graph = training.graph(1);
   int64_t step = 0;
@@ -403,7 +405,6 @@ struct Captured {
   }
   static Subject make(Buffers buffers) {
     Subject subject{.low_precision = true};
-    subject.options.check_gradients = false;
     subject.options.buffers = buffers;
     return subject;
   }
@@ -451,7 +452,6 @@ TEST_F(FakeStepGraphs, after_a_capture_that_failed_with_gathers_and_sums_on_thei
     std::vector<float> losses;
     for (const bool fails : {false, true}) {
       Subject subject;
-      subject.options.check_gradients = false;
       subject.options.prefetch_forward = subject.options.prefetch_backward = 1;
       Training training(subject);
       StepGraph graph(training.sharded(), [&](const std::vector<at::Tensor>& inputs) {
@@ -478,7 +478,6 @@ TEST_F(FakeStepGraphs, after_a_capture_that_failed_in_its_forward_steps_have_the
   std::vector<float> losses;
   for (const bool fails_once : {false, true}) {
     Subject subject;
-    subject.options.check_gradients = false;
     subject.options.prefetch_forward = 1;
     Training training(subject);
     bool fails = fails_once;

@@ -1,5 +1,7 @@
 #include "testing/device/exact_sum.h"
 
+#include <ATen/ATen.h>
+
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -44,20 +46,25 @@ class BigSum {
 
 }  // namespace
 
-void ExactSum::add(c10::Device device, std::span<const FlatSpan> spans) {
-  device_math(device).exact_sum(spans, term_ == Term::square, counters_);
+ExactSum::ExactSum(Term term, c10::Device device)
+    : ExactSum(term, at::zeros({kCounters}, at::TensorOptions(device).dtype(at::kLong))) {}
+
+void ExactSum::add(std::span<const FlatSpan> spans) {
+  device_math(counters_).exact_sum(spans, term_ == Term::square, counters_.mutable_data_ptr<int64_t>());
 }
 
 double ExactSum::total() const {
-  if (counters_[2 * 255] != 0 || counters_[2 * 255 + 1] != 0) return std::numeric_limits<double>::quiet_NaN();
+  const at::Tensor here = counters_.to(at::kCPU);
+  const int64_t* counters = here.const_data_ptr<int64_t>();
+  if (counters[2 * 255] != 0 || counters[2 * 255 + 1] != 0) return std::numeric_limits<double>::quiet_NaN();
   // A float is significand * 2^(exponent - 150), where the exponent field 0 means 1; so it is a multiple of 2^-149, its square
   // of 2^-298.
   const int64_t power = term_ == Term::square ? 2 : 1;
   BigSum sum;
   for (int64_t field = 0; field < 255; ++field) {
     const int64_t bit = power * (std::max<int64_t>(field, 1) - 1);
-    sum.add(counters_[2 * field], bit);
-    sum.add(counters_[2 * field + 1], bit + 24);
+    sum.add(counters[2 * field], bit);
+    sum.add(counters[2 * field + 1], bit + 24);
   }
   return sum.round(static_cast<int>(-149 * power));
 }

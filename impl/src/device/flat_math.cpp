@@ -93,8 +93,14 @@ int64_t first_beyond(const at::Tensor& values, double magnitude_max) {
                                           limit_of(dtype, magnitude_max));
 }
 
+void note_beyond(const at::Tensor& values, double magnitude_max, int64_t offset, const at::Tensor& least) {
+  const at::ScalarType dtype = values.scalar_type();
+  device_math(values).note_beyond(element_type(dtype), bytes_of(values), values.numel(), limit_of(dtype, magnitude_max), offset,
+                                  least.mutable_data_ptr<int64_t>());
+}
+
 bool all_zero(const at::Tensor& values) {
-  return device_math(values).all_zero(element_type(values.scalar_type()), bytes_of(values), values.numel());
+  return first_beyond(values, 0) == values.numel();
 }
 
 std::string element_of(const at::Tensor& values, int64_t index) {

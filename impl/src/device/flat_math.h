@@ -23,6 +23,9 @@ void divide_by(const at::Tensor& values, double divisor);  // rounded to the dty
 void scale_by(const at::Tensor& values, double factor);
 // Index of the first element that is NaN, infinite or of a magnitude above the limit; numel when there is none.
 int64_t first_beyond(const at::Tensor& values, double magnitude_max);
+// The same, without a wait: lowers the one int64 of `least`, which lies where the values do, to `offset` + the index, where
+// there is one.
+void note_beyond(const at::Tensor& values, double magnitude_max, int64_t offset, const at::Tensor& least);
 bool all_zero(const at::Tensor& values);
 // An element as text.
 std::string element_of(const at::Tensor& values, int64_t index);

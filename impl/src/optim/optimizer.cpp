@@ -141,6 +141,7 @@ void Optimizer::step() {
   Schedule& schedule = state->schedule;
   state->require_own_values("Optimizer::step");
   schedule.require_final("Optimizer::step");
+  state->checks->read(&state->comms->world());
   state->begin_update();
   for (const auto& begin : state->before_update) begin();
   const std::vector<Bucket*>& buckets = schedule.buckets();

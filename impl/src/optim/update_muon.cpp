@@ -18,9 +18,9 @@ constexpr double kEps = 1e-7;                              // the least norm tha
 // so the bits are a function of the matrix alone.
 at::Tensor orthogonalized(const at::Tensor& matrix) {
   const at::Tensor floats = matrix.to(at::kFloat).contiguous();
-  ExactSum squares(ExactSum::Term::square);
+  ExactSum squares(ExactSum::Term::square, floats.device());
   const FlatSpan elements{floats.const_data_ptr<float>(), floats.numel()};
-  squares.add(floats.device(), {&elements, 1});
+  squares.add({&elements, 1});
   const auto norm = std::max(static_cast<float>(std::sqrt(squares.total())), static_cast<float>(kEps));
   at::Tensor x = floats / at::scalar_tensor(norm, at::kFloat);  // of a CPU number: any device
   const bool transposed = x.size(0) > x.size(1);

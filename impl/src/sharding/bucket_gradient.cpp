@@ -66,7 +66,8 @@ double produced_max(const BucketRules& rules, const BucketLayout& layout, const 
 }  // namespace
 
 BucketGradient::BucketGradient(const BucketContext& context)
-    : BucketPart(context),
+    : BucketPart(context, "gradient"),
+      terms_(checks_->add([this](const LateChecks::Bad& bad) { throw_nonfinite(bad); })),
       arrived_(views_.size(), false),
       placed_(views_.size(), false),
       holds_(views_.size(), false),
@@ -190,6 +191,7 @@ void BucketGradient::start_reduce(bool last, const std::string& where) {
     if (!views_[i].requires_grad()) frozen += (frozen.empty() ? " without " : " and ") + layout_.members()[i].name;
   }
   where_ = where;
+  if (rules_.check_gradients) checks_->expect();
   const bool look_in_sum = suspicious_ && leaves_it_to_the_sum();
   if (suspicious_ && rules_.check_gradients && !look_in_sum) check_terms(produced_, /*in_bucket=*/false);
   last_ = last;
@@ -324,6 +326,7 @@ void BucketGradient::adopt(at::Tensor gradient) {
               first_name(), to_string(state_));
   state_ = GradientState::final;
   gradient_ = std::move(gradient);
+  if (rules_.check_gradients) checks_->expect();
 }
 
 void BucketGradient::zero_gradients() {
@@ -344,7 +347,7 @@ void BucketGradient::check_terms(const at::Tensor& terms, bool in_bucket) const 
                 "Fixed-point sums over the ranks cannot hold it: look at the loss and the data of this rank, or scale the loss "
                 "down",
                 where_, unrepresentable_, produced_max(rules_, layout_, comms_->mesh()));
-  // One answer for the whole bucket, whose padding is zero, so that a device is waited for once.
+  if (!terms.is_cpu()) return ask_about(terms);
   if (first_beyond(terms, rules_.gradient_magnitude_max) == terms.numel()) return;
   std::vector<Segment> parts = layout_.whole().segments;
   if (!in_bucket) {  // where each parameter lies in one piece
@@ -362,6 +365,28 @@ void BucketGradient::check_terms(const at::Tensor& terms, bool in_bucket) const 
                       "Look at the loss and the data of this rank, or lower the learning rate",
                       where_, member.name, element_of(values, bad), segment.element(bad), member.numel));
   }
+}
+
+// The padding of an interleaved bucket is not zero yet.
+void BucketGradient::ask_about(const at::Tensor& terms) const {
+  const auto ask = [&](int64_t begin, int64_t numel) {
+    checks_->ask(terms_, part_of(terms, begin, {numel}), rules_.gradient_magnitude_max, begin, reductions_ + 1);
+  };
+  if (!layout_.is_interleaved()) return ask(0, terms.numel());
+  for (const BucketParameter& member : layout_.members()) ask(member.offset, member.numel);
+}
+
+// The terms lay as units compute, where each parameter is in one piece. They are gone.
+void BucketGradient::throw_nonfinite(const LateChecks::Bad& bad) const {
+  const auto& members = layout_.members();
+  const auto behind = std::ranges::find_if(members, [&](const BucketParameter& member) { return member.offset > bad.place; });
+  const BucketParameter& member = *std::prev(behind);
+  const std::string beyond =
+      std::isinf(rules_.gradient_magnitude_max) ? "" : fmt::format(", or above {},", rules_.gradient_magnitude_max);
+  throw NonFiniteError(
+      fmt::format("[gradient] rank {}, step {}, reduction {}: the gradient of {} is NaN or infinite{} at element {} of {}, as "
+                  "that rank alone computed it. Look at the loss and the data of that rank, or lower the learning rate",
+                  bad.rank, progress_->steps + 1, bad.reduction, member.name, beyond, bad.place - member.offset, member.numel));
 }
 
 }  // namespace shardproof

@@ -95,6 +95,8 @@ class BucketGradient : private BucketPart {
   at::Tensor produced(int64_t member) const;  // its part of produced_
   void take(int64_t member, const at::Tensor& gradient);
   void check_terms(const at::Tensor& terms, bool in_bucket) const;  // otherwise they lie as units compute
+  void ask_about(const at::Tensor& terms) const;
+  [[noreturn]] void throw_nonfinite(const LateChecks::Bad& bad) const;
   void end_sum(bool checks);
   // Whether the first sum of this backward looks for bad terms. Then nobody looks at them before it.
   bool leaves_it_to_the_sum() const { return reduces_ && sums_find_bad_terms_; }
@@ -103,6 +105,7 @@ class BucketGradient : private BucketPart {
   void finalize(at::Tensor sum, bool is_divided);
   void start_offload();
 
+  const size_t terms_;  // the slot of this rank's terms among the checks
   GradientState state_ = GradientState::empty;
   std::vector<bool> arrived_;      // in this backward
   std::vector<bool> placed_;       // in this backward somebody was given the place

@@ -14,7 +14,8 @@
 
 namespace shardproof {
 
-BucketParameters::BucketParameters(const BucketContext& context, const Initializer& initialize) : BucketPart(context) {
+BucketParameters::BucketParameters(const BucketContext& context, const Initializer& initialize)
+    : BucketPart(context, "parameter") {
   at::NoGradGuard no_grad;
   allocate_parameters();
   allocate_main();

@@ -7,6 +7,21 @@
 
 namespace shardproof {
 
+BucketPart::BucketPart(const BucketContext& context, const char* holds)
+    : label_(context.label),
+      views_(context.views),
+      layout_(context.layout),
+      comms_(context.comms),
+      memory_(context.memory),
+      transfers_(context.transfers),
+      rules_(context.rules),
+      progress_(context.progress),
+      checks_(context.checks),
+      padding_(checks_->add([this, holds](const LateChecks::Bad& bad) {
+        SHARD_CHECK(false, "bucket", "rank {}: padding of the {} after {} is not zero, at bucket offset {}", bad.rank, holds,
+                    first_name(), bad.place);
+      })) {}
+
 at::TensorOptions BucketPart::options(at::ScalarType dtype) const {
   return at::TensorOptions(dtype).device(memory_->device());
 }
@@ -23,11 +38,14 @@ at::Tensor BucketPart::packed(const at::Tensor& compute, MemoryKind kind) const 
 }
 
 void BucketPart::check_padding(const LocalView& view, const at::Tensor& local, const char* what) const {
-  if (!rules_.check_gradients && !local.is_cpu()) return;  // the host would wait for the device's answer
-  for (const Interval& padding : view.padding)
-    SHARD_CHECK(all_zero(part_of(local, padding.begin, {padding.size()})), "bucket",
+  if (!rules_.check_gradients && !local.is_cpu()) return;
+  for (const Interval& padding : view.padding) {
+    const at::Tensor values = part_of(local, padding.begin, {padding.size()});
+    if (!local.is_cpu()) checks_->ask(padding_, values, /*limit=*/0, view.interval.begin + padding.begin, /*reduction=*/0);
+    else SHARD_CHECK(all_zero(values), "bucket",
                 "padding of the {} after {} is not zero, at bucket offset {} to {}", what, layout_.members().front().name,
                 view.interval.begin + padding.begin, view.interval.begin + padding.end);
+  }
 }
 
 }  // namespace shardproof

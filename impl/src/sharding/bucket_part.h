@@ -10,6 +10,7 @@
 
 #include "sharding/bucket_layout.h"
 #include "sharding/bucket_rules.h"
+#include "sharding/late_checks.h"
 #include "sharding/memory_ledger.h"
 #include "shardproof/comm/mesh_comm.h"
 #include "testing/device/host_transfers.h"
@@ -33,20 +34,14 @@ struct BucketContext {
   std::shared_ptr<HostTransfers> transfers;  // serves all buckets of a rank
   BucketRules rules;
   std::shared_ptr<const Progress> progress;
+  std::shared_ptr<LateChecks> checks;
 };
 
 // One half of a bucket. The context outlives it.
 class BucketPart {
  protected:
-  explicit BucketPart(const BucketContext& context)
-      : label_(context.label),
-        views_(context.views),
-        layout_(context.layout),
-        comms_(context.comms),
-        memory_(context.memory),
-        transfers_(context.transfers),
-        rules_(context.rules),
-        progress_(context.progress) {}
+  // `holds` is for messages: parameter, gradient.
+  BucketPart(const BucketContext& context, const char* holds);
 
   const std::string& first_name() const { return layout_.members().front().name; }
   at::TensorOptions options(at::ScalarType dtype) const;                        // where the bucket is
@@ -55,7 +50,7 @@ class BucketPart {
   std::string occasion(std::string_view what) const;
   // What lies in the buffer that units compute in, as it lies in the bucket: the same memory unless it is interleaved.
   at::Tensor packed(const at::Tensor& compute, MemoryKind kind) const;
-  // Throws Error when the padding in `local`, which `view` describes, is not zero.
+  // Throws Error when the padding in `local`, which `view` describes, is not zero; of a device where its answers are read.
   void check_padding(const LocalView& view, const at::Tensor& local, const char* what) const;
 
   const std::string& label_;
@@ -66,6 +61,10 @@ class BucketPart {
   const std::shared_ptr<HostTransfers>& transfers_;
   const BucketRules& rules_;
   const std::shared_ptr<const Progress>& progress_;
+  const std::shared_ptr<LateChecks>& checks_;
+
+ private:
+  const size_t padding_;  // its slot among the checks
 };
 
 }  // namespace shardproof

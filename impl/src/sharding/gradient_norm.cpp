@@ -71,17 +71,18 @@ std::vector<at::Tensor> visit_gradients(const std::vector<Bucket*>& buckets, con
   return visited;
 }
 
-template <class Number>
-void reduce_over_ranks(Sharded::Impl& state, std::span<Number> numbers, Reduce op) {
-  const at::Tensor values = at::empty({std::ssize(numbers)}, c10::CppTypeToScalarType<Number>::value);
-  std::ranges::copy(numbers, values.mutable_data_ptr<Number>());
+void reduce_over_ranks(Sharded::Impl& state, const at::Tensor& values, Reduce op) {
   for (const std::string& axis : state.strategy.produced.partial) state.comms->along({axis}).all_reduce(values, op).wait();
   if (state.parallel && state.parallel->parts() > 1) state.comms->along({state.parallel->axis()}).all_reduce(values, op).wait();
-  std::copy_n(values.const_data_ptr<Number>(), numbers.size(), numbers.begin());
 }
-template <class Number>
-void reduce_over_ranks(Sharded::Impl& state, Number& number, Reduce op) {
-  reduce_over_ranks(state, std::span(&number, 1), op);
+
+at::Tensor on_host(double number) {
+  return at::full({1}, number, at::kDouble);
+}
+
+// What ranks have added up, with the answers of checks: on a device the host waits here, once.
+at::Tensor read(Sharded::Impl& state, const at::Tensor& values) {
+  return state.checks->read(&state.comms->world(), {values}).front();
 }
 
 // The terms that are float32; all of them in one call, for which a device's kernel is started once.
@@ -92,7 +93,7 @@ void add_floats(Sharded::Impl& state, ExactSum& sum) {
         if constexpr (std::is_same_v<decltype(values), std::span<const float>>)
           spans.push_back({values.data(), std::ssize(values)});
       });
-  sum.add(state.state_device(), spans);
+  sum.add(spans);
 }
 
 // That of what this rank adds.
@@ -106,24 +107,33 @@ double plain_sum(Sharded::Impl& state, ExactSum::Term term, bool floats) {
 }
 
 double sum_over_ranks(Sharded::Impl& state, ExactSum::Term term, bool exact) {
-  ExactSum floats(term);
-  if (exact) add_floats(state, floats);
-  double others = plain_sum(state, term, /*floats=*/!exact);
-  if (exact) reduce_over_ranks(state, std::span<int64_t>(floats.counters()), Reduce::sum);
-  reduce_over_ranks(state, others, Reduce::sum);
-  return exact ? floats.total() + others : others;
+  const auto is_double = [](const Bucket* bucket) { return bucket->rules().main == at::kDouble; };
+  double others = 0;
+  if (!exact || std::ranges::any_of(state.schedule.buckets(), is_double)) {
+    const at::Tensor sum = on_host(plain_sum(state, term, /*floats=*/!exact));
+    reduce_over_ranks(state, sum, Reduce::sum);
+    others = sum.item<double>();
+  }
+  ExactSum floats(term, state.state_device());
+  if (exact) {
+    add_floats(state, floats);
+    reduce_over_ranks(state, floats.counters(), Reduce::sum);
+  }
+  return ExactSum(term, read(state, floats.counters())).total() + others;
 }
 
-// NaN if there is one. Each run has its largest on the device, and one number is copied to the host.
-double largest_on_device(Sharded::Impl& state) {
+// NaN if there is one. Each run has its largest on the device, and so has the gradient.
+at::Tensor largest_on_device(Sharded::Impl& state) {
+  const c10::Device device = state.state_device();
   std::vector<at::Tensor> found;
   const auto alive = visit_gradients(state.schedule.buckets(), {.stay = true}, [&](const BucketParameter&, auto values) {
     using Value = std::remove_const_t<typename decltype(values)::element_type>;
-    const auto options = at::TensorOptions(c10::CppTypeToScalarType<Value>::value).device(state.state_device());
+    const auto options = at::TensorOptions(c10::CppTypeToScalarType<Value>::value).device(device);
     const at::Tensor run = at::from_blob(const_cast<Value*>(values.data()), {std::ssize(values)}, options);
     found.push_back(run.abs().amax().to(at::kDouble));
   });
-  return found.empty() ? 0 : at::stack(found).amax().item<double>();
+  if (found.empty()) return at::zeros({1}, at::TensorOptions(device).dtype(at::kDouble));
+  return at::stack(found).amax(0, /*keepdim=*/true);
 }
 
 double largest_on_host(Sharded::Impl& state) {
@@ -139,9 +149,9 @@ double largest_on_host(Sharded::Impl& state) {
 }
 
 double largest_magnitude(Sharded::Impl& state) {
-  double most = state.state_device().is_cpu() ? largest_on_host(state) : largest_on_device(state);
+  const at::Tensor most = state.state_device().is_cpu() ? on_host(largest_on_host(state)) : largest_on_device(state);
   reduce_over_ranks(state, most, Reduce::max);
-  return most;
+  return read(state, most).item<double>();
 }
 
 double norm_of_order(Sharded::Impl& state, double order) {
@@ -162,7 +172,9 @@ double norm_of_order(Sharded::Impl& state, double order) {
     if (std::all_of(values.begin(), values.end(), [](auto value) { return std::isfinite(value); })) return;
     first = std::min<int64_t>(first, std::find(members.begin(), members.end(), &member) - members.begin());
   });
-  reduce_over_ranks(state, first, Reduce::min);
+  const at::Tensor least = at::full({1}, first, at::kLong);
+  reduce_over_ranks(state, least, Reduce::min);
+  first = least.item<int64_t>();
   const std::string name = first < static_cast<int64_t>(members.size()) ? members[first]->name : "no single parameter";
   throw NonFiniteError(
       fmt::format("[gradient_norm] rank {}, step {}: the norm of the reduced gradient is {}, through {}. "

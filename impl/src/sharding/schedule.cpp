@@ -7,8 +7,10 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <bit>
 
 #include "shardproof/base/check.h"
+#include "shardproof/device/device_graph.h"
 
 namespace shardproof {
 namespace {
@@ -194,8 +196,10 @@ void Schedule::begin_comparison() {
     return last_microbatch_ || !waiting.bucket->layout().reduce().empty();
   };
   if (!options_.compares || std::ranges::none_of(to_reduce_, communicates)) return;
+  ++reductions_;
+  if (options_.compares_seldom && (is_capturing() || !std::has_single_bit(++backwards_))) return;
   facts_ = {{"backward under way",
-             fmt::format("step {}, reduction {}, {}{}", current_step(), ++reductions_,
+             fmt::format("step {}, reduction {}, {}{}", current_step(), reductions_,
                          last_microbatch_ ? "the last of this step" : "with others to follow", progress_->last)}};
   for (const Bucket* bucket : buckets_)
     for (size_t i = 0; i < bucket->views().size(); ++i)

@@ -42,6 +42,8 @@ struct ScheduleOptions {
   int64_t bytes_in_flight_max = 0;
   Buffers buffers = Buffers::freed;
   Comm* compares = nullptr;  // of all ranks, where its backend does not compare what calls are for; null: nobody has to
+  // Only in the first backward, the second, the fourth, the eighth and so on: a host waits for its device to compare.
+  bool compares_seldom = false;
 };
 
 class Schedule final : public UnitEvents {
@@ -142,6 +144,7 @@ class Schedule final : public UnitEvents {
 
   bool is_microbatch_ = true;  // the backward under way
   int64_t reductions_ = 0;     // backwards of this step that reduced
+  uint64_t backwards_ = 0;     // that reduced, outside of captures
   Facts facts_;                // of this rank's backward, while they are compared
   struct Gathered {
     int64_t count = 0;

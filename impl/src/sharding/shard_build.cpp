@@ -146,7 +146,7 @@ std::unique_ptr<Bucket> make_bucket(Sharded::Impl& sharded, const UnitPlan& plan
   return std::make_unique<Bucket>(
       BucketContext{plan.name().empty() ? "the root unit" : "unit '" + plan.name() + "'", std::move(tensors), strategy,
                     std::move(layout), how.comms, sharded.memory, sharded.transfers, std::move(rules),
-                    sharded.schedule.progress()},
+                    sharded.schedule.progress(), sharded.checks},
       sharded.options.initialize);
 }
 
@@ -287,6 +287,7 @@ std::shared_ptr<Sharded::Impl> build_sharded(std::shared_ptr<torch::nn::Module> 
   relate_units(sharded, plans.units);
   build_recomputed(sharded, plans);
   choose_prefetch(sharded);
+  sharded.checks->begin();
   sharded.sequential = std::make_unique<SequentialEntries>(*sharded.module);
   reset_meta_buffers(sharded);
   if (sharded.options.broadcast_initial_values) broadcast_buffers(*sharded.module, *sharded.comms, sharded.strategy);

@@ -29,9 +29,15 @@ std::shared_ptr<MemoryLedger> make_ledger(c10::Device device, const ShardOptions
                                         /*pins_host=*/uses_host && options.offload != Offload::pageable && device.is_cuda());
 }
 
-// A device's host waits for the answer, as it does for those of check_gradients.
-Comm* who_compares(Comm& world, const ShardOptions& options) {
-  return compares_purposes(world) || (can_be_captured(world) && !options.check_gradients) ? nullptr : &world;
+// Where the host waits for a device to compare, only few backwards do, and none whose gradients nobody checks.
+ScheduleOptions schedule_options(MeshComm& comms, const ShardOptions& options) {
+  Comm& world = comms.world();
+  const bool waits = can_be_captured(world);
+  return {.rank = comms.rank(),
+          .bytes_in_flight_max = options.bytes_in_flight_max,
+          .buffers = options.buffers,
+          .compares = compares_purposes(world) || (waits && !options.check_gradients) ? nullptr : &world,
+          .compares_seldom = waits};
 }
 
 std::vector<std::shared_ptr<void>> rules_of(const torch::nn::Module& root) {
@@ -71,7 +77,8 @@ Sharded::Impl::Impl(std::shared_ptr<torch::nn::Module> given, std::shared_ptr<Me
       rules(rules_of(*module)),
       memory(make_ledger(device_of(*module, options), options)),
       transfers(std::make_shared<HostTransfers>(memory->device())),
-      schedule({comms->rank(), options.bytes_in_flight_max, options.buffers, who_compares(comms->world(), options)}, memory) {
+      checks(std::make_shared<LateChecks>(memory->device(), comms->rank(), transfers)),
+      schedule(schedule_options(*comms, options), memory) {
   validate(options, comms->mesh());
   require_shared(comms->mesh(), options.strategy, parallel.get());
   require_parallel(comms->mesh(), parallel.get());

@@ -33,6 +33,7 @@ struct Sharded::Impl {
   const std::vector<std::shared_ptr<void>> rules;
   const std::shared_ptr<MemoryLedger> memory;
   const std::shared_ptr<HostTransfers> transfers;
+  const std::shared_ptr<LateChecks> checks;  // whoever hands out gradients reads them first
   std::vector<std::pair<std::string, std::string>> aliases;  // as UnitPlans has them
   Schedule schedule;
   UnitAttachments attached;

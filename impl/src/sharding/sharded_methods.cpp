@@ -52,6 +52,7 @@ int64_t Sharded::step() const { return impl_->schedule.step(); }
 int64_t Sharded::rank() const { return impl_->schedule.rank(); }
 void Sharded::skip_step() {
   impl_->schedule.end_step(/*parameters_changed=*/false);
+  impl_->checks->forget();
   impl_->tokens = 0;
 }
 MemoryUse Sharded::memory() const { return impl_->memory->use(); }
@@ -61,6 +62,7 @@ void note(Sharded& sharded, const std::string& done) { sharded.impl().schedule.n
 
 void Sharded::zero_gradients() {
   impl_->schedule.zero_gradients();
+  impl_->checks->forget();
   impl_->tokens = 0;
 }
 
@@ -112,13 +114,15 @@ void Sharded::divide_gradients(double divisor) {
 
 bool Sharded::gradients_are_finite() {
   impl_->schedule.require_final("gradients_are_finite");
-  at::Tensor bad = at::zeros({1}, at::kLong);
+  Comm& world = impl_->comms->world();
+  const at::Tensor bad = at::full({1}, LateChecks::kNone, at::TensorOptions(impl_->state_device()).dtype(at::kLong));
   for (const Bucket* bucket : impl_->schedule.buckets())
-    if (bucket->gradient.final() && first_beyond(bucket->gradient.values(), INFINITY) < bucket->layout().state().size())
-      bad.fill_(1);
-  const CallLabel label("gradients_are_finite");
-  impl_->comms->world().all_reduce(bad, Reduce::max).wait();
-  return bad.item<int64_t>() == 0;
+    if (bucket->gradient.final()) note_beyond(bucket->gradient.values(), INFINITY, 0, bad);
+  {
+    const CallLabel label("gradients_are_finite");
+    world.all_reduce(bad, Reduce::min).wait();
+  }
+  return impl_->checks->read(&world, {bad}).front().item<int64_t>() == LateChecks::kNone;
 }
 
 std::vector<Shard> Sharded::Impl::shards(Kind kind) const {
@@ -158,6 +162,7 @@ std::vector<Piece> Sharded::main_parameters() const {
   return impl_->pieces(Impl::Kind::main);
 }
 std::vector<Piece> Sharded::gradients() const {
+  impl_->checks->read(nullptr);
   return impl_->pieces(Impl::Kind::gradient);
 }
 

@@ -79,8 +79,6 @@ std::vector<std::string> obstacles_to_step_graph(Sharded& given) {
                                               "NCCL, without decorators",
                                               world.name()));
   refuse(options.offload != Offload::none, "ShardOptions::offload moves gradients by the host");
-  refuse(options.check_gradients,
-         "ShardOptions::check_gradients asks the device for an answer in each backward: set it to false");
   refuse(options.numerics == Numerics::canonical, "Numerics::canonical asks the device whether each gradient fits");
   refuse(options.divide_by_tokens, "ShardOptions::divide_by_tokens divides by a number that the host counts");
   refuse(options.publish == Publish::at_first_use,

@@ -145,6 +145,7 @@ std::vector<std::pair<std::string, at::Tensor>> Sharded::gather_parameters() con
 
 std::map<std::string, at::Tensor> Sharded::gather_gradients() const {
   impl_->schedule.require_final("gather_gradients");
+  impl_->checks->read(&impl_->comms->world());
   return impl_->gather(impl_->shards(Impl::Kind::gradient));
 }
 
@@ -160,6 +161,7 @@ at::Tensor Sharded::gather_main_parameter(const std::string& name) const {
 
 at::Tensor Sharded::gather_gradient(const std::string& name) const {
   impl_->schedule.require_final("gather_gradient");
+  impl_->checks->read(&impl_->comms->world());
   return impl_->gather_one("gather_gradient", impl_->shards(Impl::Kind::gradient), name);
 }
 

@@ -1,9 +1,8 @@
 // Sums of floats without any rounding but the last, which is how a norm has the same bits on every mesh.
 #pragma once
 
-#include <c10/core/Device.h>
+#include <ATen/core/Tensor.h>
 
-#include <array>
 #include <cstdint>
 #include <span>
 
@@ -20,17 +19,21 @@ class ExactSum {
   enum class Term { square, magnitude };
   static constexpr int64_t kCounters = 2 * 256;
 
-  explicit ExactSum(Term term) : term_(term) {}
-  // The spans lie in the memory of the device.
-  void add(c10::Device device, std::span<const FlatSpan> spans);
-  double total() const;
+  // Counters of zero, on the device.
+  ExactSum(Term term, c10::Device device);
+  // What ranks have added up, and somebody has copied.
+  ExactSum(Term term, at::Tensor counters) : term_(term), counters_(std::move(counters)) {}
 
+  // The spans lie in the memory of the device. Nobody waits for it.
+  void add(std::span<const FlatSpan> spans);
+  // Waits for the device where the counters lie there.
+  double total() const;
   // For the sum over ranks.
-  std::array<int64_t, kCounters>& counters() { return counters_; }
+  const at::Tensor& counters() const { return counters_; }
 
  private:
   Term term_;
-  std::array<int64_t, kCounters> counters_{};  // [2 * exponent] low 24 bits of the integer term, [.. + 1] the rest
+  at::Tensor counters_;  // [2 * exponent] low 24 bits of the integer term, [.. + 1] the rest
 };
 
 }  // namespace shardproof

@@ -83,15 +83,17 @@ class DeviceMath {
 
   // The index of the first element that is NaN, infinite or above the limit in magnitude; `count` when there is none.
   virtual int64_t first_beyond(Element type, const std::byte* values, int64_t count, double limit) const = 0;
-  virtual bool all_zero(Element type, const std::byte* values, int64_t count) const = 0;
+  // The same, for whoever asks later: lowers `*least` to `offset` + the index, where there is such an element.
+  virtual void note_beyond(Element type, const std::byte* values, int64_t count, double limit, int64_t offset,
+                           int64_t* least) const = 0;
   virtual void zero(void* target, int64_t bytes) const = 0;
   virtual void copy(void* target, const void* source, int64_t bytes) const = 0;
 
-  // Adds the squares of the elements, or without `squares` their magnitudes, to the counters of an ExactSum (exact_sum.h),
-  // which lie in host memory. Counters [2 * exponent] and [2 * exponent + 1] belong to one exponent; the second counts units of
-  // 2^24. Law: the sum that the counters stand for is exact. (Neal 2015, "Fast exact summation using small and large
+  // Adds the squares of the elements, or without `squares` their magnitudes, to the counters of an ExactSum (exact_sum.h). The
+  // spans are listed in host memory. Counters [2 * exponent] and [2 * exponent + 1] belong to one exponent; the second counts
+  // units of 2^24. Law: the sum that the counters stand for is exact. (Neal 2015, "Fast exact summation using small and large
   // superaccumulators", keeps one integer for each exponent in this way.)
-  virtual void exact_sum(std::span<const FlatSpan> spans, bool squares, std::span<int64_t> counters) const = 0;
+  virtual void exact_sum(std::span<const FlatSpan> spans, bool squares, int64_t* counters) const = 0;
 };
 
 }  // namespace shardproof

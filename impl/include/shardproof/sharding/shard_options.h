@@ -222,11 +222,13 @@ struct ShardOptions {
   // Whether gradients are summed over dp_replicate after every microbatch, instead of once after the last.
   bool reduce_replicas_every_microbatch = false;
 
-  // Whether each rank's gradients are checked, as they are before the sum over ranks. A NaN, an infinity or a magnitude above
-  // `gradient_magnitude_max` throws an error in the backward that names rank, step and parameter. Other ranks may return from
-  // it with such a sum: who catches the error agrees with all ranks before going on. A device answers once a bucket and once a
-  // run of padding, and the host waits for it; with false it does not. Set it to false where a LossScaler handles such
-  // gradients.
+  // Whether each rank's gradients are checked, as they are before the sum over ranks. The error of a NaN, an infinity or a
+  // magnitude above `gradient_magnitude_max` names rank, step and parameter. On the CPU the backward throws it, on that rank
+  // alone. Other ranks may return from it with such a sum: who catches the error agrees with all ranks before going on. A
+  // device keeps its answers, and the host does not wait for them in a backward. Whoever needs gradients next reads all of them
+  // in one copy, together with what it asks itself: Optimizer::step, a norm, gradients_are_finite, gather_gradients and
+  // hand_over_gradients throw on every rank before any parameter changes, and Sharded::gradients throws on that rank alone. Set
+  // it to false where a LossScaler handles such gradients.
   bool check_gradients = true;
   double gradient_magnitude_max = std::numeric_limits<double>::infinity();
 

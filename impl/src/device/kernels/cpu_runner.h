@@ -57,6 +57,11 @@ struct CpuRunner {
       return by_richest_instructions([&] { return find_everywhere(count, rule); });
   }
 
+  template <class Rule>
+  void note(int64_t count, const Rule& rule, int64_t offset, int64_t* least) const {
+    if (const int64_t place = first(count, rule); place < count) *least = std::min(*least, offset + place);
+  }
+
   void zero(void* target, int64_t bytes) const {
     if (bytes > 0) memset(target, 0, static_cast<size_t>(bytes));
   }
@@ -65,7 +70,7 @@ struct CpuRunner {
     if (bytes > 0) memcpy(target, source, static_cast<size_t>(bytes));
   }
 
-  void exact(std::span<const FlatSpan> spans, bool squares, std::span<int64_t> counters) const {
+  void exact(std::span<const FlatSpan> spans, bool squares, int64_t* counters) const {
     ExactSums sums;
     each_chunk(spans, ExactSums::kTermsMax, [&](const FlatSpan& chunk) {
       if (sums.terms + chunk.count > ExactSums::kTermsMax) sums.move_to(counters);
@@ -173,7 +178,7 @@ struct CpuRunner {
       terms += chunk.count;
     }
 
-    void move_to(std::span<int64_t> counters) {
+    void move_to(int64_t* counters) {
       for (size_t exponent = 0; exponent < 256; ++exponent) {
         uint64_t sum = 0;
         for (auto& lane : at) sum += std::exchange(lane[exponent], 0);

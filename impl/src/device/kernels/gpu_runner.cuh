@@ -22,13 +22,12 @@ __global__ void __launch_bounds__(kThreads) each_pack(int64_t packs, int64_t beg
   each_thread<W>(blockIdx.x, threadIdx.x, packs, begin, rule);
 }
 
-// The least place found goes to `found`, which holds `count` at first.
+// The least place found, counted from `offset`, goes to `found` where that is larger.
 template <int W, class Rule>
 __global__ void __launch_bounds__(kThreads)
-    first_pack(int64_t packs, int64_t begin, __grid_constant__ const Rule rule, unsigned long long* found) {
-  constexpr uint64_t kNone = ~uint64_t{0};
-  const uint64_t place = first_thread<W>(blockIdx.x, threadIdx.x, packs, begin, rule, kNone);
-  if (place != kNone) atomicMin(found, static_cast<unsigned long long>(place));
+    first_pack(int64_t packs, int64_t begin, __grid_constant__ const Rule rule, int64_t offset, unsigned long long* found) {
+  const uint64_t place = first_thread<W>(blockIdx.x, threadIdx.x, packs, begin, rule);
+  if (place != kNowhere) atomicMin(found, static_cast<unsigned long long>(offset) + place);
 }
 
 // The bits of the largest magnitude go to `found`. A warp agrees on one first, since all write to one place.
@@ -142,15 +141,21 @@ class GpuRunner {
   int64_t first(int64_t count, const Rule& rule) const {
     if (count == 0) return 0;
     const OnGpu on(device_);
-    const Scratch found(sizeof(unsigned long long), stream());
-    auto least = static_cast<unsigned long long>(count);
+    const Scratch found(sizeof(count), stream());
+    int64_t least = count;
     found.fill_from(&least);
-    const Cover all = cover(count, Rule::kWidth, rule.fits());
-    auto* place = found.as<unsigned long long>();
-    launch(first_pack<Rule::kWidth, Rule>, all.packs, rule, place);
-    launch(first_pack<1, Rule>, all.rest, rule, place);
+    note(count, rule, 0, found.as<int64_t>());
     found.read_to(&least);
-    return static_cast<int64_t>(least);
+    return least;
+  }
+
+  template <class Rule>
+  void note(int64_t count, const Rule& rule, int64_t offset, int64_t* least) const {
+    const OnGpu on(device_);
+    const Cover all = cover(count, Rule::kWidth, rule.fits());
+    auto* found = reinterpret_cast<unsigned long long*>(least);
+    launch(first_pack<Rule::kWidth, Rule>, all.packs, rule, offset, found);
+    launch(first_pack<1, Rule>, all.rest, rule, offset, found);
   }
 
   void zero(void* target, int64_t bytes) const {
@@ -179,17 +184,16 @@ class GpuRunner {
 
   bool product(const ExactProduct& product) const { return product_by_elements(*this, product); }
 
-  void exact(std::span<const FlatSpan> spans, bool squares, std::span<int64_t> counters) const {
+  void exact(std::span<const FlatSpan> spans, bool squares, int64_t* counters) const {
     const OnGpu on(device_);
     require_cuda(cudaFuncSetAttribute(exact_chunks, cudaFuncAttributeMaxDynamicSharedMemorySize, kExactBytes),
                  "cudaFuncSetAttribute");
-    const Scratch sums(counters.size_bytes(), stream());
-    sums.fill_from(counters.data());
     Chunks chunks;
     int filled = 0;
     const auto flush = [&] {
       if (filled == 0) return;
-      exact_chunks<<<filled, kExactThreads, kExactBytes, stream()>>>(chunks, squares, sums.as<unsigned long long>());
+      exact_chunks<<<filled, kExactThreads, kExactBytes, stream()>>>(chunks, squares,
+                                                                     reinterpret_cast<unsigned long long*>(counters));
       require_cuda(cudaGetLastError(), "a kernel's launch");
       filled = 0;
     };
@@ -198,7 +202,6 @@ class GpuRunner {
       if (filled == kChunksMax) flush();
     });
     flush();
-    sums.read_to(counters.data());
   }
 
  private:

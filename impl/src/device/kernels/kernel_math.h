@@ -3,6 +3,7 @@
 //   void each(count, rule)           rule.pack<W>(i) for packs that cover [0, count)
 //   int64_t first(count, rule)       the first place that a rule found, count where there is none; of a rule that writes it may
 //                                    be any place below count
+//   void note(count, rule, offset, least)  lowers *least to offset + the place, of a rule that does not write
 //   void exact(spans, squares, counters)
 //   int64_t largest_magnitude_bits(doubles, count)
 //   bool product(exact product)
@@ -163,22 +164,24 @@ class KernelMath final : public ModelMath {
   }
 
   int64_t first_beyond(Element type, const std::byte* values, int64_t count, double limit) const override {
-    const double finite = std::min(limit, std::numeric_limits<double>::max());
-    return with_type(type,
-                     [&]<class T>(T*) { return run_.first(count, BeyondRule<T>(reinterpret_cast<const T*>(values), finite)); });
+    return with_type(type, [&]<class T>(T*) { return run_.first(count, beyond<T>(values, limit)); });
   }
-  bool all_zero(Element type, const std::byte* values, int64_t count) const override {
-    return with_type(
-        type, [&]<class T>(T*) { return run_.first(count, NotZeroRule<T>(reinterpret_cast<const T*>(values))) == count; });
+  void note_beyond(Element type, const std::byte* values, int64_t count, double limit, int64_t offset,
+                   int64_t* least) const override {
+    with_type(type, [&]<class T>(T*) { run_.note(count, beyond<T>(values, limit), offset, least); });
   }
   void zero(void* target, int64_t bytes) const override { run_.zero(target, bytes); }
   void copy(void* target, const void* source, int64_t bytes) const override { run_.copy(target, source, bytes); }
 
-  void exact_sum(std::span<const FlatSpan> spans, bool squares, std::span<int64_t> counters) const override {
+  void exact_sum(std::span<const FlatSpan> spans, bool squares, int64_t* counters) const override {
     run_.exact(spans, squares, counters);
   }
 
  private:
+  template <class T>
+  static BeyondRule<T> beyond(const std::byte* values, double limit) {
+    return {reinterpret_cast<const T*>(values), std::min(limit, std::numeric_limits<double>::max())};
+  }
   template <class Run>
   static void with_real(Element type, const Run& run) {
     if (type == Element::f32) return run(static_cast<float*>(nullptr));

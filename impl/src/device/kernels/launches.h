@@ -50,14 +50,16 @@ SHARD_HD void each_thread(uint32_t block, uint32_t thread, int64_t packs, int64_
   if (pack < packs) rule.template pack<W>(begin + pack * W);
 }
 
-// The place that the thread's pack found, `none` where it found none.
+constexpr uint64_t kNowhere = ~uint64_t{0};
+
+// The place that the thread's pack found.
 template <int W, class Rule>
-SHARD_HD uint64_t first_thread(uint32_t block, uint32_t thread, int64_t packs, int64_t begin, const Rule& rule, uint64_t none) {
+SHARD_HD uint64_t first_thread(uint32_t block, uint32_t thread, int64_t packs, int64_t begin, const Rule& rule) {
   const int64_t pack = pack_of(block, thread);
-  if (pack >= packs) return none;
+  if (pack >= packs) return kNowhere;
   const int64_t i = begin + pack * W;
   const int at = rule.template pack<W>(i);
-  return at < W ? static_cast<uint64_t>(i + at) : none;
+  return at < W ? static_cast<uint64_t>(i + at) : kNowhere;
 }
 
 // The bits of the largest magnitude that a thread finds, of `blocks` blocks.

@@ -39,15 +39,23 @@ struct TwinRunner : CpuRunner {
 
   template <class Rule>
   int64_t first(int64_t count, const Rule& rule) const {
-    auto found = static_cast<uint64_t>(count);
+    int64_t found = count;
+    note(count, rule, 0, &found);
+    return found;
+  }
+
+  template <class Rule>
+  void note(int64_t count, const Rule& rule, int64_t offset, int64_t* least) const {
+    const auto lower = [&](uint64_t place) {
+      if (place != kNowhere) *least = std::min(*least, offset + static_cast<int64_t>(place));
+    };
     const auto [packs, rest] = cover(count, Rule::kWidth, rule.fits());
     each_of_launch(packs, [&, &all = packs](uint32_t block, uint32_t thread) {
-      found = std::min(found, first_thread<Rule::kWidth>(block, thread, all.packs, all.begin, rule, ~uint64_t{0}));
+      lower(first_thread<Rule::kWidth>(block, thread, all.packs, all.begin, rule));
     });
     each_of_launch(rest, [&, &all = rest](uint32_t block, uint32_t thread) {
-      found = std::min(found, first_thread<1>(block, thread, all.packs, all.begin, rule, ~uint64_t{0}));
+      lower(first_thread<1>(block, thread, all.packs, all.begin, rule));
     });
-    return static_cast<int64_t>(found);
   }
 
   int64_t largest_magnitude_bits(const double* x, int64_t count) const {
@@ -61,9 +69,9 @@ struct TwinRunner : CpuRunner {
 
   bool product(const ExactProduct& product) const { return product_by_elements(*this, product); }
 
-  void exact(std::span<const FlatSpan> spans, bool squares, std::span<int64_t> counters) const {
+  void exact(std::span<const FlatSpan> spans, bool squares, int64_t* counters) const {
     std::vector<uint32_t> limbs(kExactSlots, 0xdeadbeef);  // shared memory holds anything at first
-    auto* sums = reinterpret_cast<unsigned long long*>(counters.data());
+    auto* sums = reinterpret_cast<unsigned long long*>(counters);
     each_chunk(spans, kExactChunk, [&](const FlatSpan& chunk) {
       for (uint32_t thread = 0; thread < kExactThreads; ++thread) exact_clear(thread, limbs.data());
       for (uint32_t thread = 0; thread < kExactThreads; ++thread) exact_count(thread, chunk, squares, limbs.data());

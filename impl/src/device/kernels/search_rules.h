@@ -68,13 +68,4 @@ struct BeyondRule : SearchRule<T, BeyondRule<T>> {
   }
 };
 
-template <class T>
-struct NotZeroRule : SearchRule<T, NotZeroRule<T>> {
-  explicit NotZeroRule(const T* values) : SearchRule<T, NotZeroRule<T>>{values} {}
-  SHARD_HD bool finds(T value) const {
-    if constexpr (std::is_integral_v<T>) return value != 0;
-    else return magnitude_bits(value) != 0;
-  }
-};
-
 }  // namespace shardproof::SHARD_KERNELS
