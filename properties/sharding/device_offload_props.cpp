@@ -18,7 +18,8 @@ constexpr int64_t kWidth = 16, kUnits = 5, kRanks = 2;
 constexpr int64_t kState = kUnits * kWidth * kWidth / kRanks;  // elements of a rank
 
 // Trains a chain of equal units on the device; calls `look` after the backward and after the step, of which it is told.
-void train(at::ScalarType compute, const std::function<void(Sharded&, const Optimizer&, bool stepped)>& look) {
+void train(at::ScalarType compute, const std::function<void(Sharded&, const Optimizer&, bool stepped)>& look,
+           Offload offload = Offload::pinned) {
   fake_device::install();
   ThreadsOptions threads;
   threads.device = fake_device::device();
@@ -30,7 +31,7 @@ void train(at::ScalarType compute, const std::function<void(Sharded&, const Opti
         ShardOptions options;
         options.units = by_type<torch::nn::LinearImpl>();
         options.precision = {.main = at::kFloat, .compute = compute};
-        options.offload = Offload::pinned;
+        options.offload = offload;
         Sharded sharded = fully_shard(model.ptr(), std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", kRanks}})), options);
         Optimizer optimizer = adamw(sharded, {});
         for (int step = 0; step < 2; ++step) {
@@ -80,6 +81,20 @@ TEST(DeviceOffload, the_device_keeps_parameters_and_the_host_the_rest) {
     EXPECT_EQ(sharded.memory().now_total(), kState * 2);
     EXPECT_EQ(sharded.memory().host.now_total(), kState * (4 + 2 + 8 + (stepped ? 0 : 4)));
   });
+}
+
+TEST(DeviceOffload, without_it_the_device_keeps_main_parameters_and_state_and_no_copy_in_the_compute_dtype) {
+  train(
+      at::kBFloat16,
+      [](Sharded& sharded, const Optimizer&, bool stepped) {
+        EXPECT_EQ(sharded.memory().now_total(), kState * (4 + 8 + (stepped ? 0 : 4)));
+        EXPECT_EQ(sharded.memory().host.now_total(), 0);
+        const std::vector<Piece> main = sharded.main_parameters(), rounded = sharded.parameters();
+        ASSERT_EQ(main.size(), rounded.size());
+        for (size_t i = 0; i < main.size(); ++i)
+          EXPECT_TRUE(at::equal(main[i].data.to(at::kCPU).to(at::kBFloat16), rounded[i].data.to(at::kCPU))) << main[i].name;
+      },
+      Offload::none);
 }
 
 // They are waited for when somebody wants them; a third one waits for the first.

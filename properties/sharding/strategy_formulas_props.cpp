@@ -21,6 +21,7 @@ struct Plan {
   int64_t replicas = 1, shards = 1, rounds = 1, steps = 1;
   int64_t prefetch = 0;
   Reshard reshard = Reshard::always();
+  at::ScalarType compute = at::kFloat;
   Mesh mesh() const { return Mesh({{"dp_replicate", replicas}, {"dp_shard", shards}}); }
   bool shards_parameters() const { return strategy == "zero3" || strategy == "hsdp" || strategy == "hfsdp"; }
   bool shards_state_twice() const { return strategy == "hfsdp" || strategy == "hzero2"; }
@@ -41,6 +42,7 @@ ShardOptions options_of(const Plan& run) {
   options.units = by_type<torch::nn::LinearImpl>();
   options.prefetch_forward = options.prefetch_backward = run.prefetch;
   options.reshard_after_forward = run.reshard;
+  options.precision = {.main = at::kFloat, .compute = run.compute};
   return options;
 }
 
@@ -151,6 +153,26 @@ TEST(Formulas, memory_of_each_kind_peaks_at_the_bytes_of_the_strategy) {
       EXPECT_EQ(use.peak(MemoryKind::communication), 0) << name(run);
       EXPECT_EQ(use.peak(MemoryKind::gradient), expected.gradient) << name(run);
       EXPECT_EQ(use.now_total(), expected.parameter + expected.optimizer) << name(run) << ": between steps";
+    });
+  }
+}
+
+TEST(Formulas, where_a_gather_can_round_main_parameters_no_copy_in_the_compute_dtype_rests_beside_them) {
+  constexpr int64_t kElements = kWidth * kWidth;
+  for (Plan run : runs()) {
+    run.compute = at::kBFloat16, run.steps = 3;
+    const int64_t s = run.shards, r = run.replicas;
+    const bool alone = run.shards_parameters() && (run.strategy != "hfsdp" || r == 1);
+    const int64_t state = run.strategy == "ddp" ? kElements : kElements / s / (run.shards_state_twice() ? r : 1);
+    const int64_t copy = alone ? 0 : run.shards_parameters() ? kElements / s : kElements;
+    train(run, nullptr, [&](Sharded& sharded) {
+      const MemoryUse use = sharded.memory();
+      EXPECT_EQ(use.now(MemoryKind::parameter), kUnits * (4 * state + 2 * copy)) << name(run);
+      EXPECT_EQ(use.peak(MemoryKind::parameter), kUnits * (4 * state + 2 * copy)) << name(run);
+      EXPECT_EQ(use.now_total(), kUnits * (4 * state + 2 * copy + 8 * state)) << name(run);
+      EXPECT_EQ(use.peak(MemoryKind::gathered), run.shards_parameters() ? 2 * kElements : 0) << name(run);
+      const std::string rests = fmt::format(" {} bytes at rest", alone ? 4 * state : 2 * copy);
+      EXPECT_NE(sharded.describe().find(rests), std::string::npos) << name(run) << rests << "\n" << sharded.describe();
     });
   }
 }

@@ -224,7 +224,10 @@ class Sharded:
         self.native.skip_step()
 
     def parameters(self) -> "list[Piece]":
-        """What this rank holds of the parameters between steps."""
+        """What this rank holds of the parameters between steps, in the dtype of computation.
+
+        Copies, where only main parameters are kept: under zero3 and hsdp, if their dtype is another one.
+        """
         return self.native.parameters()
 
     def main_parameters(self) -> "list[Piece]":

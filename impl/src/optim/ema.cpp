@@ -83,9 +83,9 @@ void Ema::State::put_in() {
   for (size_t b = 0; b < buckets.size(); ++b) {
     const BucketParameters& parameters = buckets[b]->parameters;
     at::Tensor& copy = wide.emplace_back();
-    if (parameters.parameter().numel() > averages[b].numel()) {
-      copy = impl->memory->allocate(MemoryKind::parameter, parameters.parameter().numel(), buckets[b]->rules().compute);
-      copy.copy_(parameters.parameter());
+    if (const at::Tensor& held = parameters.parameter(); held.defined() && held.numel() > averages[b].numel()) {
+      copy = impl->memory->allocate(MemoryKind::parameter, held.numel(), buckets[b]->rules().compute);
+      copy.copy_(held);
     }
     exchange(parameters.main(), averages[b]);
   }

@@ -91,7 +91,8 @@ std::vector<Held> held_in_copies(const Sharded::Impl& sharded, const Optimizer& 
       if (has_replicas(maps.maps()[static_cast<size_t>(number)])) held.push_back({kind, shard, number});
     }
   };
-  for (const Bucket* bucket : sharded.schedule.buckets()) add("parameter", bucket->parameters.shards());
+  for (const Bucket* bucket : sharded.schedule.buckets())
+    if (bucket->parameters.parameter().defined()) add("parameter", bucket->parameters.shards());
   for (const Bucket* bucket : sharded.schedule.buckets())
     if (bucket->rules().main != bucket->rules().compute || bucket->rules().offload)
       add("main parameter", bucket->layout().shards(bucket->layout().state(), bucket->parameters.main()));
@@ -193,7 +194,7 @@ Own FingerprintCheck::State::own_complaint(const Sharded::Impl& impl) const {
   for (int64_t b = 0; b < std::ssize(buckets); ++b) {
     const Bucket& bucket = *buckets[static_cast<size_t>(b)];
     const auto is_zero = [](const LocalView& view, const at::Tensor& values) {
-      return std::all_of(view.padding.begin(), view.padding.end(), [&](const Interval& padding) {
+      return !values.defined() || std::all_of(view.padding.begin(), view.padding.end(), [&](const Interval& padding) {
         return all_zero(values.narrow(0, padding.begin, padding.size()));
       });
     };

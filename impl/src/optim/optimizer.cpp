@@ -169,8 +169,8 @@ bool Optimizer::update_bucket(size_t index) {
     ++held.updates;
     if (held.state.empty()) allocate_state(index, member);  // frozen until now, elsewhere, or not needed
   }
-  const bool rounds = bucket.rules().main != bucket.rules().compute;
   const at::Tensor own = bucket.parameters.rounded();
+  const bool rounds = own.defined() && bucket.rules().main != bucket.rules().compute;
   bool rounded = rounds;
   for (const Segment& segment : bucket.layout().state().segments) {
     if (!bucket.trains(segment.member)) continue;

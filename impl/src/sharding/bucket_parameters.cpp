@@ -87,6 +87,7 @@ void BucketParameters::allocate_parameters() {
     parameter_ = gathered_;
     return;
   }
+  if (rests_as_main()) return;
   // What is gathered from and what is gathered into are registered together, or both are not.
   Comm& group = comms_->along(layout_.unshard().axes);
   parameter_ = memory_->allocate_of(group, Op::all_gather, MemoryKind::parameter, own.size(), rules_.compute);
@@ -98,6 +99,7 @@ void BucketParameters::allocate_main() {
   const bool rounds = rules_.main != rules_.compute;
   const auto allocate = [&](at::ScalarType dtype) { return memory_->allocate(MemoryKind::parameter, size, dtype, place()); };
   main_ = rounds || rules_.offload ? allocate(rules_.main) : own_part();
+  if (rests_as_main()) return;
   rounded_ = !rules_.offload ? own_part() : rounds ? allocate(rules_.compute) : main_;
 }
 
@@ -111,7 +113,7 @@ void BucketParameters::fill_from_values() {
     for (const std::string& axis : rules_.sum_axes) comms_->along({axis}).broadcast(whole, 0).wait();
   whole = packed(whole, MemoryKind::parameter);
   const auto part = [&](const LocalView& view) { return whole.narrow(0, view.interval.begin, view.size()); };
-  parameter_.copy_(part(layout_.parameter()));
+  if (!rests_as_main()) parameter_.copy_(part(layout_.parameter()));
   main_.copy_(part(layout_.state()));
 }
 
@@ -138,13 +140,27 @@ void BucketParameters::fill_from_initializer(const Initializer& initialize) {
             .copy_(rows.narrow(1, segment.run.begin - first.run.begin, segment.run.size()));
     }
   };
-  fill(layout_.parameter(), parameter_);
+  if (!rests_as_main()) fill(layout_.parameter(), parameter_);
   if (rules_.main != rules_.compute || rules_.offload) fill(layout_.state(), main_);
   for (const at::Tensor& view : views_) materialize(view, memory_->device());
 }
 
 void BucketParameters::point_parameters_at(const std::vector<at::Tensor>& data) const {
   for (size_t i = 0; i < views_.size(); ++i) point_at(views_[i], data[i]);
+}
+
+bool BucketParameters::rests_as_main() const {
+  const bool is_own = frees_compute() && layout_.all_gather_updated().step == Step::none;
+  return is_own && rules_.main != rules_.compute && !rules_.offload;
+}
+
+// What this rank gives to a gather. `gathered` has its memory already.
+at::Tensor BucketParameters::to_gather() const {
+  if (kept_.defined()) return kept_;
+  if (!rests_as_main()) return parameter_;
+  const at::NoGradGuard no_grad;
+  const LocalView& own = layout_.parameter();
+  return part_of(gathered_, own.interval.begin, {own.size()}).copy_(main_);
 }
 
 at::Tensor BucketParameters::own_part() const {
@@ -196,7 +212,7 @@ bool BucketParameters::start_unshard() {
   if (!frees_compute()) return false;
   Comm& group = kept_.defined() ? *kept_group_ : comms_->along(layout_.unshard().axes);
   restore_storage(gathered_, *memory_, MemoryKind::gathered, kept_.defined() ? nullptr : &group);
-  unshard_work_ = group.all_gather(gathered_, kept_.defined() ? kept_ : parameter_);
+  unshard_work_ = group.all_gather(gathered_, to_gather());
   const Mesh& mesh = comms_->mesh();
   return group.size() > 1 && !(mesh.has("dp_replicate") && mesh.size("dp_replicate") > 1);
 }
@@ -298,7 +314,12 @@ const at::Tensor& BucketParameters::parameter() const {
   return parameter_;
 }
 
+int64_t BucketParameters::resting_bytes() const {
+  return static_cast<int64_t>((rests_as_main() ? main_ : parameter_).nbytes());
+}
+
 std::vector<Shard> BucketParameters::shards() const {
+  if (rests_as_main()) return layout_.shards(layout_.parameter(), main_.to(rules_.compute));
   if (!layout_.is_interleaved() || frees_compute()) return layout_.shards(layout_.parameter(), parameter());
   await_updated();
   std::vector<Shard> shards;
@@ -328,6 +349,7 @@ at::Tensor BucketParameters::adopt_state(const at::Tensor& values) const {
 }
 
 void BucketParameters::write_own_part(bool is_rounded) {
+  if (rests_as_main()) return check_padding(layout_.state(), main_, "parameter");
   if (rules_.main != rules_.compute && !is_rounded) rounded_.copy_(main());
   check_padding(layout_.state(), rounded_, "parameter");
   if (rules_.offload) upload_ = transfers_->upload(own_part(), rounded_);

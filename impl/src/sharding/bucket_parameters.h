@@ -12,10 +12,13 @@
 //
 // Buffers by name: `compute` all of the bucket's parameters, which are views of it; `gathered` the whole bucket, which is the
 // same memory unless the bucket is interleaved: then it lives from a gather to its copy, or always where the strategy keeps
-// parameters whole; `parameter` what rests between steps (part of `gathered` unless the strategy shards it); `main` what the
-// optimizer updates (part of `parameter` unless its dtype or place differs); `rounded` the same in the compute dtype; `kept`
-// what stays of `gathered` between forward and backward where that is neither all nor nothing. With Offload, main and rounded
-// are in the host's memory.
+// parameters whole; `parameter` what rests between steps in the compute dtype (part of `gathered` unless the strategy shards
+// it); `main` what the optimizer updates (part of `parameter` unless its dtype or place differs); `rounded` the same in the
+// compute dtype; `kept` what stays of `gathered` between forward and backward where that is neither all nor nothing. With
+// Offload, main and rounded are in the host's memory.
+//
+// Where main has a dtype of its own and is all of the bucket that this rank gives to a gather, it alone rests: `parameter` and
+// `rounded` are undefined, and each gather rounds main into this rank's place of `gathered`.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -62,12 +65,13 @@ class BucketParameters : private BucketPart {
 
   // These wait for what all_gather_updated started.
   const at::Tensor& parameter() const;
-  // The same of each parameter. Where units find it, if the strategy keeps parameters whole; copies, where it keeps more of an
-  // interleaved bucket than it updates, but not all.
+  int64_t resting_bytes() const;  // of `parameter`, or of `main` where it alone rests
+  // Each parameter in the compute dtype. Where units find it, if the strategy keeps parameters whole; copies, where main() alone
+  // rests, or where the strategy keeps more of an interleaved bucket than it updates, but not all.
   std::vector<Shard> shards() const;
   // To be written, too. Offloaded, it waits until the device has the values from before.
   const at::Tensor& main() const;
-  // Where main() in the compute dtype goes.
+  // Where main() in the compute dtype goes; undefined where main() alone rests.
   const at::Tensor& rounded() const;
   // Memory for the optimizer's state of so many elements, where main() is.
   at::Tensor allocate_state(int64_t numel) const;
@@ -79,11 +83,13 @@ class BucketParameters : private BucketPart {
   // Waits for that; with Publish::at_first_use it instead makes the module's parameters unreadable until somebody waits.
   void end_update();
   // After main() has got back what it held when `parameter` was copied: the same without communication. The copy is undefined
-  // where main() is all that this rank holds of the parameters.
+  // where this rank holds no more of the parameters than main().
   void put_back(const at::Tensor& parameter);
 
  private:
   int64_t versions() const;
+  bool rests_as_main() const;
+  at::Tensor to_gather() const;
   void write_own_part(bool is_rounded);
   void mark_changed();
   void await_updated() const;

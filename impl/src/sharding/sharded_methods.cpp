@@ -195,7 +195,7 @@ std::string Sharded::describe() const {
     int64_t parameters = 0, rest = 0, compute = 0;
     for (const auto& bucket : unit->buckets()) {
       for (const BucketParameter& member : bucket->layout().members()) parameters += member.numel;
-      rest += static_cast<int64_t>(bucket->parameters.parameter().nbytes());
+      rest += bucket->parameters.resting_bytes();
       compute += bucket->parameters.compute_bytes();
     }
     text += fmt::format("{}: {} parameters in {} buckets, {} bytes at rest, {} in compute\n",

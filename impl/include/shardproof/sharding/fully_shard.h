@@ -123,11 +123,11 @@ class Sharded {
   // communicate.
   void skip_step();
 
-  // What this rank holds between steps. Parameters are in the strategy's `parameter` layout and the compute dtype. Main
-  // parameters and gradients are in its `state` layout and the main dtype; gradients are there only after the last backward,
-  // and only for parameters that require them. Pieces are ascending by bucket and offset and contain no padding. With
-  // ShardOptions::offload main parameters and gradients are CPU tensors. A program that writes to main parameters must then use
-  // pieces that it got after the last step, because older ones may still be on their way to the device.
+  // What this rank holds between steps. Parameters are in the strategy's `parameter` layout and the compute dtype; where only
+  // main ones are kept, they are rounded copies. Main parameters and gradients are in the `state` layout and the main dtype;
+  // gradients are there after the last backward, for parameters that require them. Pieces are ascending by bucket and offset,
+  // without padding. With ShardOptions::offload main parameters and gradients are CPU tensors. A program that writes to main
+  // parameters must then use pieces from after the last step, because older ones may still be on their way to the device.
   std::vector<Piece> parameters() const;
   std::vector<Piece> main_parameters() const;
   std::vector<Piece> gradients() const;
