@@ -66,7 +66,7 @@ class BucketParameters : private BucketPart {
   // These wait for what all_gather_updated started.
   const at::Tensor& parameter() const;
   int64_t resting_bytes() const;  // of `parameter`, or of `main` where it alone rests
-  // Each parameter in the compute dtype. Where units find it, if the strategy keeps parameters whole; copies, where main() alone
+  // Each parameter in the compute dtype. Where units find it, if the strategy keeps parameters whole; copies, where main alone
   // rests, or where the strategy keeps more of an interleaved bucket than it updates, but not all.
   std::vector<Shard> shards() const;
   // To be written, too. Offloaded, it waits until the device has the values from before.
