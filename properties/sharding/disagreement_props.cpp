@@ -4,6 +4,7 @@
 #include "properties/kit/expect_error.h"
 #include "properties/kit/toy_modules.h"
 #include "shardproof/comm/agree.h"
+#include "shardproof/comm/capturable.h"
 #include "shardproof/comm/checked.h"
 #include "shardproof/comm/comparing.h"
 #include "shardproof/optim/optimizer.h"
@@ -15,7 +16,7 @@ using namespace shardproof;
 namespace {
 
 // A backend that hands over data alone, as process groups do.
-class Mute final : public Comm {
+class Mute : public Comm {
  public:
   explicit Mute(std::shared_ptr<Comm> inner) : inner_(std::move(inner)) {}
   int64_t rank() const override { return inner_->rank(); }
@@ -32,6 +33,13 @@ class Mute final : public Comm {
     return inner_->issue(std::move(call));
   }
   std::shared_ptr<Comm> inner_;
+};
+
+// One whose host would wait for a device to compare, as NCCL's.
+class MuteOnDevice final : public Mute, public CapturableComm {
+ public:
+  using Mute::Mute;
+  std::vector<std::string> open_calls() const override { return {}; }
 };
 
 using Change = std::function<void(Sharded&, Optimizer&)>;
@@ -103,6 +111,29 @@ TEST(Disagreement, a_parameter_that_one_rank_froze_is_named) {
                     });
                   }),
                   {"first.bias", "rank 0", "rank 1"});
+}
+
+// The first, the second and the fourth backward, but not the third.
+TEST(Disagreement, backwards_compare_seldom_where_the_host_waits_for_it) {
+  for (const auto& [frozen_from, told_in] : {std::pair(1, 1), std::pair(2, 2), std::pair(3, 4)}) {
+    int begun = 0;
+    const std::string message = refusal([&, first = frozen_from] {
+      run_threads(2, [&](std::shared_ptr<Comm> comm) {
+        toy::Net net(toy::NetImpl::Options{});
+        const auto comms = std::make_shared<MeshComm>(std::make_shared<MuteOnDevice>(comm), Mesh({{"dp_shard", 2}}));
+        Sharded sharded = fully_shard(net.ptr(), comms, toy::options("ddp"));
+        Optimizer optimizer = adamw(sharded, {});
+        for (int step = 1; step <= 8; ++step) {
+          if (comm->rank() == 0) begun = step;
+          if (comm->rank() == 1 && step == first) net->first->bias.set_requires_grad(false);
+          call(net, toy::data({4, 7}, 1)).square().sum().backward();
+          optimizer.step();
+        }
+      });
+    });
+    expect_says(message, {"first.bias"});
+    EXPECT_EQ(begun, told_in);
+  }
 }
 
 TEST(Disagreement, a_decorator_compares_where_what_it_wraps_does) {
