@@ -49,7 +49,10 @@ ParameterDim dim_of(const py::handle& value) {
   const Held function(py::reinterpret_borrow<py::object>(value));
   return [function](const std::string& name, const at::Tensor& parameter) {
     const py::gil_scoped_acquire locked;
-    return function.get()(name, parameter).cast<int64_t>();
+    const py::object dim = function.get()(name, parameter);
+    SHARD_REQUIRE(py::isinstance<py::int_>(dim), "fully_shard", "shard_dim returned {} for parameter {}. Let it return a dim",
+                  py::repr(dim).cast<std::string>(), name);
+    return dim.cast<int64_t>();
   };
 }
 

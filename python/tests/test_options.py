@@ -368,6 +368,29 @@ def test_no_sync_within_no_sync_is_restored_once_the_outer_one_ends():
         assert torch.equal(got, (whole[0] + whole[1]) / 2)
 
 
+@pytest.mark.parametrize("shard_dim", [1, lambda name, parameter: -1])
+def test_an_optimizer_of_pytorch_has_one_tensor_of_each_parameter_along_whichever_dim_it_is_cut(shard_dim):
+    base = Net()
+
+    def body(comm):
+        options = dict(units=[Block], granularity="row")
+        sharded = shardproof.fully_shard(copy.deepcopy(base), comm, shard_dim=shard_dim, **options)
+        optimizer = shardproof.torch_optimizer(torch.optim.SGD, sharded, lr=0.1)
+        held = [piece.name for piece in sharded.main_parameters()]
+        assert held.count("inp.weight") == base.inp.weight.shape[0]  # runs of columns
+        assert len(optimizer.param_groups[0]["params"]) == len(set(held))
+        loss_of(sharded, batch(comm.rank)).backward()
+        optimizer.step()
+        for says, message in ((7, "dim 7 for parameter inp.weight"), ("one", "returned 'one' for parameter inp.weight")):
+            with pytest.raises(shardproof.Error, match=message):
+                shardproof.fully_shard(copy.deepcopy(base), comm, shard_dim=lambda *_: says, **options)
+        return sharded.gather()
+
+    _, expected = train_plain(base, lambda p: torch.optim.SGD(p, lr=0.1), steps=1, world=2)
+    for values in shardproof.run_threads(2, body):
+        assert_same_bits(values, dict(expected.named_parameters()))
+
+
 def test_main_parameters_that_are_written_by_hand_reach_the_forward():
     base = Net()
 
