@@ -406,13 +406,12 @@ def owner_of(parameter: torch.Tensor) -> Optional[Sharded]:
 def _refuse_whole_parameters(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """An optimizer that was given the model's own parameters would find no gradient in them, and train nothing."""
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if "_shardproof_owner" in vars(parameter) and owner_of(parameter) is not None:
-                raise _C.Error(
-                    f"[optimizer] {type(optimizer).__name__} was given parameters of a sharded model, which have their "
-                    "gradients in shards, so it would train nothing. Make it by shardproof.torch_optimizer("
-                    f"torch.optim.{type(optimizer).__name__}, sharded, ...)"
-                )
+        if any(owner is not None and owner() is not None for owner in _C.attributes_of(group["params"], "_shardproof_owner")):
+            raise _C.Error(
+                f"[optimizer] {type(optimizer).__name__} was given parameters of a sharded model, which have their "
+                "gradients in shards, so it would train nothing. Make it by shardproof.torch_optimizer("
+                f"torch.optim.{type(optimizer).__name__}, sharded, ...)"
+            )
 
 
 register_optimizer_step_pre_hook(_refuse_whole_parameters)

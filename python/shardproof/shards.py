@@ -362,27 +362,31 @@ class HeldShards:
 
 def shards_of(optimizer: torch.optim.Optimizer) -> "list[Any]":
     """The models whose shards an optimizer has. Whole parameters that it was given before give way to their shards."""
-    models, last = {}, None
+    models = {}
     for group in optimizer.param_groups:
-        for i, parameter in enumerate(group["params"]):
-            attributes = vars(parameter)
-            if "_shardproof_shard" in attributes:
-                shard = shard_of(parameter)
-                if isinstance(parameter, DTensor) and parameter in optimizer.state:
-                    optimizer.state[shard] = optimizer.state.pop(parameter)
-                elif parameter in optimizer.state:
-                    raise _C.Error(
-                        f"[fsdp] {type(optimizer).__name__} has made steps on a model before fully_shard, and its state would "
-                        "not follow. Make the optimizer after fully_shard, or load its state then"
-                    )
-                group["params"][i] = shard
-                attributes = vars(shard)
-            known = attributes.get("_shardproof_parameter")
-            if known is not None and known.sharded is not last:
+        if _C.attributes_of(group["params"], "_shardproof_shard"):
+            _take_shards(optimizer, group["params"])
+        last = None
+        for known in _C.attributes_of(group["params"], "_shardproof_parameter"):
+            if known.sharded is not last:
                 last = known.sharded
                 if (sharded := last()) is not None:
                     models[id(sharded)] = sharded
     return list(models.values())
+
+
+def _take_shards(optimizer: torch.optim.Optimizer, params: "list[torch.Tensor]") -> None:
+    for i, parameter in enumerate(params):
+        if "_shardproof_shard" in vars(parameter):
+            shard = shard_of(parameter)
+            if isinstance(parameter, DTensor) and parameter in optimizer.state:
+                optimizer.state[shard] = optimizer.state.pop(parameter)
+            elif parameter in optimizer.state:
+                raise _C.Error(
+                    f"[fsdp] {type(optimizer).__name__} has made steps on a model before fully_shard, and its state would "
+                    "not follow. Make the optimizer after fully_shard, or load its state then"
+                )
+            params[i] = shard
 
 
 def _require_weights(optimizer: torch.optim.Optimizer, models: "list[Any]") -> None:

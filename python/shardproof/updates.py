@@ -1,12 +1,13 @@
 """Adam, AdamW and SGD of torch.optim, whose steps give PyTorch's kernels what a rank has of each DTensor.
 
 PyTorch's own steps give them DTensors. Each operator on one of these takes longer than the arithmetic of a small tensor.
+What is asked of each of a thousand tensors is asked in C++ (updates.cpp), since that takes longer than the kernel, too.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import Any, Callable, List, Optional
+from typing import Any, Callable, List, Optional, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,7 +15,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from . import _C
-from .torch_private import check_graph_capture, local_of
+from .torch_private import check_graph_capture
 from .torch_state import bare_step
 
 Tensors = List[torch.Tensor]
@@ -51,15 +52,11 @@ class _OnLocals(torch.optim.Optimizer):
         """Update a group, unless PyTorch's own step has to see whole DTensors, or their graphs."""
         if group["differentiable"]:
             return False
-        params = group["params"]
-        gradients = [p.grad for p in params]
-        if not all([gradient is not None for gradient in gradients]):
-            params = [p for p in params if p.grad is not None]
-            gradients = [p.grad for p in params]
-        if not all(map(_is_cut_alike, params, gradients)):
+        parts = _C.with_gradients(group["params"], _is_cut_alike)
+        if parts is None:
             return False
-        if params:
-            self._update(group, params, list(map(local_of, params)), list(map(local_of, gradients)))
+        if parts[0]:
+            self._update(group, *parts)
         return True
 
     def _update(self, group: dict, params: "Tensors", own: "Tensors", gradients: "Tensors") -> None:
@@ -71,10 +68,29 @@ class _OnLocals(torch.optim.Optimizer):
         return {**named, "grad_scale": getattr(self, "grad_scale", None), "found_inf": getattr(self, "found_inf", None)}
 
 
-def _may_be_fused(group: dict, *lists: "Tensors") -> bool:
-    """Whether PyTorch's fused kernel on the CPU is to update these: unless the user has chosen another way."""
-    is_wanted = group["fused"] or (group["fused"] is None and group["foreach"] is None)
-    return is_wanted and _C.lie_alike([tensors for tensors in lists if tensors])
+def _wants_fused(group: dict, own: "Tensors") -> bool:
+    """Whether PyTorch's fused kernel is to update these: on a CPU or GPU, unless the user has chosen another way."""
+    if group["fused"] is not None or group["foreach"] is not None:
+        return bool(group["fused"])
+    return own[0].is_cpu or all(tensor.is_cuda and tensor.is_floating_point() for tensor in own)
+
+
+def _has_fused(
+    group: dict, kernel: "Callable", settings: dict, changed: "list[Tensors]", gradients: "Tensors", steps: "Sequence" = ()
+) -> bool:
+    """Update by PyTorch's fused kernel on the CPU, if it is wanted, and if the tensors lie as it takes them."""
+    if not _wants_fused(group, gradients) or not _C.lie_alike([gradients, *filter(None, changed)]):
+        return False
+
+    def updated(changed: "list[Tensors]", gradients: "Tensors", steps: "Tensors") -> None:
+        kernel(changed[0], gradients, *changed[1:], *[steps] * bool(steps), **settings)
+
+    _C.add_to_each(list(steps), 1)
+    if settings["grad_scale"] is None:
+        _C.update_together(changed, gradients, list(steps), updated)
+    else:  # by which the kernel divides the gradients, too
+        updated(changed, gradients, list(steps))
+    return True
 
 
 def _overflowed(settings: dict) -> bool:
@@ -84,7 +100,7 @@ def _overflowed(settings: dict) -> bool:
 
 def _otherwise(group: dict, own: "Tensors", gradients: "Tensors", settings: dict) -> dict:
     """Settings by which PyTorch computes what its fused kernel on the CPU does not take, of gradients without their scale."""
-    way = {"foreach": group["foreach"], "fused": group["fused"] and not own[0].is_cpu}
+    way = {"foreach": group["foreach"], "fused": _wants_fused(group, own) and not own[0].is_cpu}
     if way["fused"]:
         return {**settings, **way}
     if settings["grad_scale"] is not None:
@@ -96,26 +112,27 @@ class _AdamOnLocals(_OnLocals):
     _of_torch = torch.optim.Adam
 
     def _update(self, group: dict, params: "Tensors", own: "Tensors", gradients: "Tensors") -> None:
-        states = list(map(self.state.get, params))
-        if not all(states):
+        names = ["exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * group["amsgrad"], "step"]
+        state = _C.state_of(self.state, params, names)
+        if state is None:
             self._init_group(group, [], [], [], [], [], [])  # makes what is missing
-            states = list(map(self.state.get, params))
-        moments = [[local_of(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq")]
-        moments.append([local_of(state["max_exp_avg_sq"]) for state in states] if group["amsgrad"] else [])
-        steps = [state["step"] for state in states]
+            state = _C.state_of(self.state, params, names)
+        *moments, steps = state
+        moments += [[]] * (3 - len(moments))
         settings = dict(self._common(group), **{name: group[name] for name in ("eps", "amsgrad")})
         beta1, beta2 = group["betas"]
         if own[0].is_cpu and _overflowed(settings):
             return
-        if _may_be_fused(group, own, gradients, *moments):
-            _C.add_to_each(steps, 1)
-            kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
-            kernel(own, gradients, *moments, steps, beta1=float(beta1), beta2=float(beta2), **settings)
+        kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+        betas = {"beta1": float(beta1), "beta2": float(beta2)}
+        if _has_fused(group, kernel, {**settings, **betas}, [own, *moments], gradients, steps):
             return
         if any(gradient.is_sparse for gradient in gradients):
             self._init_group(group, [], [], [], [], [], [])  # says that there is another class for these
         check_graph_capture(self)
         settings = _otherwise(group, own, gradients, settings)
+        for i, p in enumerate(params if settings["fused"] else ()):  # which takes counts that are where the parameters are
+            steps[i] = self.state[p]["step"] = steps[i].to(own[i].device, torch.float32)
         settings.update({name: group[name] for name in ("capturable", "decoupled_weight_decay")})
         settings.update(beta1=beta1, beta2=beta2, has_complex=any(map(torch.is_complex, own)))
         adam(own, gradients, *moments, steps, **settings)
@@ -135,31 +152,34 @@ class SGD(_OnLocals, torch.optim.SGD):
     _of_torch = torch.optim.SGD
 
     def _update(self, group: dict, params: "Tensors", own: "Tensors", gradients: "Tensors") -> None:
-        states = [self.state[p] for p in params] if group["momentum"] else [{}] * len(params)
+        known = _C.state_of(self.state, params, ["momentum_buffer"]) if group["momentum"] else [[]]
+        if known is not None:
+            self._update_part(group, params, own, gradients, known[0])
+            return
+        states = [self.state[p] for p in params]
         are_first = [state.get("momentum_buffer") is None for state in states]
         for is_first in set(are_first):  # a kernel makes all buffers, or none
             chosen = [each is is_first for each in are_first]
-            parts = (list(itertools.compress(each, chosen)) for each in (params, own, gradients, states))
-            self._update_part(group, is_first and group["momentum"] != 0, *parts)
+            parts = [list(itertools.compress(each, chosen)) for each in (params, own, gradients)]
+            if is_first:
+                self._update_part(group, *parts, None)
+            else:
+                self._update(group, *parts)
 
     def _update_part(
-        self, group: dict, is_first: bool, params: "Tensors", own: "Tensors", gradients: "Tensors", states: "list[dict]"
+        self, group: dict, params: "Tensors", own: "Tensors", gradients: "Tensors", buffers: "Optional[Tensors]"
     ) -> None:
+        is_first = buffers is None
         settings = dict(self._common(group), **{name: group[name] for name in ("momentum", "dampening", "nesterov")})
-        buffers: list = []
-        if is_first:
-            buffers = list(map(torch.empty_like, gradients))
-        elif group["momentum"]:
-            buffers = [local_of(state["momentum_buffer"]) for state in states]
+        momenta = list(map(torch.empty_like, gradients)) if buffers is None else buffers
         # The kernel leaves first momenta as they were allocated (docs/findings/022.md), or moves them before it looks.
         if (own[0].is_cpu or group["momentum"]) and _overflowed(settings):
             return
-        if _may_be_fused(group, own, gradients, buffers):
-            torch._fused_sgd_(own, gradients, buffers, is_first_step=is_first, **settings)
-        else:
-            buffers = [None] * len(own) if is_first else buffers
+        if not _has_fused(group, torch._fused_sgd_, {**settings, "is_first_step": is_first}, [own, momenta], gradients):
+            momenta = [None] * len(own) if is_first else momenta
             settings = _otherwise(group, own, gradients, settings)
-            sgd(own, gradients, buffers, has_sparse_grad=any(g.is_sparse for g in gradients), **settings)
+            sgd(own, gradients, momenta, has_sparse_grad=any(g.is_sparse for g in gradients), **settings)
         if is_first:
-            for p, state, buffer in zip(params, states, buffers):
-                state["momentum_buffer"] = DTensor(buffer, p._spec, requires_grad=False) if isinstance(p, DTensor) else buffer
+            for p, buffer in zip(params, momenta):
+                whole = DTensor(buffer, p._spec, requires_grad=False) if isinstance(p, DTensor) else buffer
+                self.state[p]["momentum_buffer"] = whole

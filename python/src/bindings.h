@@ -10,6 +10,7 @@ void bind_mirror(pybind11::module_& module);
 void bind_units(pybind11::module_& module);
 void bind_sharded(pybind11::module_& module);
 void bind_optimizers(pybind11::module_& module);
+void bind_updates(pybind11::module_& module);
 void bind_foreign_optimizer(pybind11::module_& module);
 void bind_checkpoints(pybind11::module_& module);
 void bind_parallel(pybind11::module_& module);

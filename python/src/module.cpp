@@ -19,6 +19,7 @@ PYBIND11_MODULE(_C, module) {
   python::bind_units(module);
   python::bind_sharded(module);
   python::bind_optimizers(module);
+  python::bind_updates(module);
   python::bind_foreign_optimizer(module);
   python::bind_checkpoints(module);
   python::bind_parallel(module);

@@ -1,6 +1,5 @@
-// The library's optimizers, learning-rate schedules and loss scaling, and what updates by torch's kernels need (updates.py).
+// The library's optimizers, learning-rate schedules and loss scaling.
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include "bindings.h"
 #include "held.h"
@@ -70,40 +69,6 @@ py::list groups_of(const Optimizer& optimizer) {
   return groups;
 }
 
-// Null of what is no tensor. Lists of a thousand are looked at within a step, so nothing is counted or converted.
-const at::Tensor* tensor_at(const py::list& list, size_t i) {
-  PyObject* item = PyList_GET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i));
-  return THPVariable_Check(item) ? &THPVariable_Unpack(item) : nullptr;
-}
-
-// Whether tensors at the same place of all lists lie alike on the CPU. Torch's fused kernels there walk through their memory
-// side by side, and look at neither dtypes nor strides.
-bool lie_alike(const std::vector<py::list>& lists) {
-  for (size_t i = 0; i < lists.front().size(); ++i) {
-    const at::Tensor* first = tensor_at(lists.front(), i);
-    for (const py::list& list : lists) {
-      const at::Tensor* other = i < list.size() ? tensor_at(list, i) : nullptr;
-      if (first == nullptr || other == nullptr || !other->is_cpu() || other->layout() != at::kStrided ||
-          !at::isFloatingType(other->scalar_type()) || other->scalar_type() != first->scalar_type() ||
-          other->sizes() != first->sizes() || other->strides() != first->strides() || !other->is_non_overlapping_and_dense())
-        return false;
-    }
-  }
-  return true;
-}
-
-// An operator of torch for each number would take longer than the whole update.
-void add_to_each(const py::list& numbers, double term) {
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    const at::Tensor* number = tensor_at(numbers, i);
-    SHARD_REQUIRE(number != nullptr, "optimizer", "number {} of a list is no tensor", i);
-    if (number->is_cpu() && number->scalar_type() == at::kFloat && number->numel() == 1)
-      *number->mutable_data_ptr<float>() += static_cast<float>(term);
-    else
-      at::Tensor(*number).add_(term);
-  }
-}
-
 void bind_scaler(py::module_& module) {
   py::class_<LossScaler>(module, "LossScaler")
       .def(py::init([](double initial, double growth, double backoff, int64_t growth_interval, double scale_min) {
@@ -164,8 +129,6 @@ void bind_optimizers(py::module_& module) {
   module.def("warmup_constant", &warmup_constant, py::arg("step"), py::arg("warmup"));
   module.def("warmup_inverse_sqrt", &warmup_inverse_sqrt, py::arg("step"), py::arg("warmup"));
   bind_scaler(module);
-  module.def("lie_alike", &lie_alike, py::arg("lists"));
-  module.def("add_to_each", &add_to_each, py::arg("numbers"), py::arg("term"));
 }
 
 }  // namespace shardproof::python
