@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function.h>
@@ -60,6 +61,24 @@ TEST(CommThreads, a_rank_that_waits_for_long_takes_hardly_any_processor_time) {
 }
 
 // Also in groups of the world, and when the rank that allocated it lets go first.
+TEST(CommThreads, of_a_process_that_was_forked_are_its_own) {
+#ifdef __SANITIZE_THREAD__
+  GTEST_SKIP() << "under ThreadSanitizer a process that was forked beside other threads must not start threads";
+#endif
+  run_threads(3, [](std::shared_ptr<Comm> comm) { comm->barrier().wait(); });
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    ::alarm(60);  // instead of waiting forever for threads of the parent
+    std::atomic<int64_t> ran{0};
+    run_threads(3, [&](std::shared_ptr<Comm>) { ++ran; });
+    ::_exit(ran == 3 ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "status " << status;
+}
+
 TEST(CommThreads, shared_memory_is_zero_aligned_and_written_for_all) {
   run_threads(4, [](std::shared_ptr<Comm> world) {
     const auto pair = world->split(world->rank() / 2, world->rank(), "pair");

@@ -1,7 +1,9 @@
 #include "comm/threads/threads_pool.h"
 
 #include <ATen/ThreadLocalState.h>
+#include <pthread.h>
 
+#include <atomic>
 #include <memory>
 #include <system_error>
 #include <thread>
@@ -10,8 +12,11 @@
 
 namespace shardproof::threads {
 
+// A process that was forked has none of its parent's threads.
 Pool& Pool::instance() {
-  static Pool* pool = new Pool;
+  static std::atomic<Pool*> pool{new Pool};
+  static const int failed = ::pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+  SHARD_CHECK(failed == 0, "threads", "a fork could not be prepared for: error {}", failed);
   return *pool;
 }
 
