@@ -11,7 +11,8 @@ shardproof_test(NAME explain_props LABEL harness TORCH LIBRARIES harness SOURCES
 shardproof_test(NAME report_props LABEL harness TORCH LIBRARIES harness SOURCES harness/commands/report_props.cpp
   harness/commands/launch_options_props.cpp
   harness/run/picture_props.cpp)
-shardproof_test(NAME crash_props LABEL harness TORCH LIBRARIES harness SOURCES harness/commands/crash_report_props.cpp)
+shardproof_test(NAME crash_props LABEL harness TORCH LIBRARIES harness SOURCES harness/commands/crash_report_props.cpp
+  harness/commands/workers_props.cpp)
 shardproof_test(NAME trace_props LABEL harness TORCH LIBRARIES harness SOURCES harness/run/trace_file_props.cpp)
 shardproof_test(NAME property_props LABEL harness TORCH LIBRARIES harness SOURCES harness/run/property_props.cpp
   harness/commands/causes_props.cpp)

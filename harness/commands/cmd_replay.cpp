@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <chrono>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -10,9 +11,10 @@
 #include "harness/commands/crash_report.h"
 #include "harness/commands/flight.h"
 #include "harness/commands/json_lines.h"
+#include "harness/commands/judge.h"
 #include "harness/commands/launch_options.h"
 #include "harness/commands/program.h"
-#include "harness/commands/shrink_crash.h"
+#include "harness/commands/shrink.h"
 #include "harness/run/engine.h"
 #include "harness/run/explain.h"
 #include "harness/run/process_ranks.h"
@@ -84,15 +86,21 @@ int run_every_schedule(const Case& c, const Arguments& arguments) {
   return found.failing ? 1 : 0;
 }
 
-// 0 if the case does not crash, whatever its verdict is.
+// 0 if the case does not crash, whatever its verdict is. Each simpler one runs in a worker, and those that crash by the same
+// signal fail alike.
 int run_and_shrink(const Case& c, const Arguments& arguments) {
   JsonLines json(arguments.json);
-  const Verdict verdict = crash_verdict(c);
-  if (verdict.held()) {
+  const VerifyOptions options;
+  Judge judge(options);
+  const Verdict verdict = judge.verdict_of(c);
+  if (verdict.outcome != Verdict::Outcome::crash) {
     fmt::print("{}\nno crash: in a process of its own this case ends with a verdict; replay it without --shrink\n", c.str());
     return 0;
   }
-  const Shrunk shrunk = shrink_crash(c, verdict, arguments.shrink_seconds, arguments.shrink_runs);
+  const ShrinkBudget budget{.time = std::chrono::milliseconds(static_cast<int64_t>(arguments.shrink_seconds * 1000)),
+                            .runs = arguments.shrink_runs,
+                            .threads = judge.size()};
+  const Shrunk shrunk = shrink(c, verdict, budget, [&](const Case& candidate) { return judge.verdict_of(candidate); });
   const std::string replay = fmt::format("{} replay '{}'", program_name(), shrunk.minimal.str());
   fmt::print("FAILURE: {}\n  minimal  {}\n  found as {}\n  replay   {}\n", verdict.str(), shrunk.minimal.str(), c.str(),
              replay);

@@ -17,6 +17,7 @@
 #include "harness/commands/commands.h"
 #include "harness/commands/crash_report.h"
 #include "harness/commands/json_lines.h"
+#include "harness/commands/judge.h"
 #include "harness/commands/launch_options.h"
 #include "harness/commands/merge.h"
 #include "harness/commands/report.h"
@@ -75,7 +76,7 @@ void prepare(Arguments& arguments) {
                 options.limits.world_max);
 }
 
-// There is one engine, one world of processes and one device, so cases take turns.
+// There is one engine and one world of processes, so cases take turns.
 void require_one_job(const Arguments& arguments, const char* where) {
   SHARD_REQUIRE(arguments.options.jobs <= 1, "verify", "--jobs {} has no effect with {}: cases run one at a time; leave it out",
                 arguments.options.jobs, where);
@@ -251,7 +252,7 @@ int merge(const Arguments& arguments) {
 }
 
 int run(Arguments& arguments) {
-  report_crashes(replay_words(arguments.options), arguments.options.json);
+  if (!has_workers(arguments.options)) report_crashes(replay_words(arguments.options), arguments.options.json);
   Files files(arguments);
   arguments.options.also = [&](const nlohmann::json& line) { files.add(line); };
   const VerifyResult result = verify(arguments.options, interrupted);
@@ -286,7 +287,10 @@ void add_verify_command(CLI::App& app, int& exit_code) {
   command->add_option("--cases", options.cases, "how many random cases to run")->capture_default_str();
   command->add_option("--minutes", options.minutes, "run for so many minutes instead");
   command->add_option("--seed", options.seed, "the seed from which the cases are drawn")->capture_default_str();
-  command->add_option("--jobs", options.jobs, "how many cases run at a time; 0: one for each processor")->capture_default_str();
+  command
+      ->add_option("--jobs", options.jobs,
+                   "how many cases run at a time, each in a process of its own; 0: one for each processor, and one on a device")
+      ->capture_default_str();
   command->add_option("--strategy", arguments->strategy,
                       "only this one: ddp, zero1, zero2, zero3, hsdp, hfsdp, hzero2, or a row_* (docs/strategies.md)");
   add_engine_option(*command, arguments->engine);
@@ -334,16 +338,22 @@ void add_verify_command(CLI::App& app, int& exit_code) {
       return;
     }
     if (arguments->options.schedules > 0) arguments->launched.require_threads("--schedules takes rank-threads on the CPU");
-    auto threads = arguments->launched.registered();
-    if (threads) arguments->options.backend = arguments->launched.options.backend;
-    const auto world = threads ? nullptr : arguments->launched.start(arguments->mesh);
-    const c10::Device device = arguments->launched.device();
-    const bool on_threads = !world && !threads;
-    if (!on_threads || !device.is_cpu())
-      require_one_job(*arguments, world ? "ranks that are processes" : threads ? "such a --backend" : "--device");
-    arguments->options.limits.above_ten = on_threads && !arguments->world_max_given;
-    if (!threads && !device.is_cpu()) threads = thread_ranks_on(device);
-    arguments->options.ranks = threads.get();
+    Launched& launched = arguments->launched;
+    const bool is_registered = launched.registered() != nullptr;
+    const bool on_threads = is_registered || launched.options.backend == "threads";
+    const bool on_cpu = !is_registered && launched.options.device == "cpu";
+    if (is_registered) arguments->options.backend = launched.options.backend;
+    // Each worker makes its own, since a device that one process has begun to use is of no use to those that it forks.
+    if (is_registered)
+      arguments->options.make_ranks = [&] { return launched.registered(); };
+    else if (on_threads && !on_cpu)
+      arguments->options.make_ranks = [&, arguments] {
+        launched.start(arguments->mesh);
+        return thread_ranks_on(launched.device());
+      };
+    const auto world = arguments->options.make_ranks ? nullptr : launched.start(arguments->mesh);
+    if (world) require_one_job(*arguments, "ranks that are processes");
+    arguments->options.limits.above_ten = on_threads && on_cpu && !arguments->world_max_given;
     exit_code = world ? run_on(*world, *arguments) : run(*arguments);
   });
 }

@@ -2,16 +2,14 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "harness/case/failures.h"
+#include "harness/commands/judge.h"
 #include "harness/commands/shrink.h"
 #include "harness/commands/verify_options.h"
 #include "harness/run/explain.h"
@@ -30,48 +28,33 @@ struct Failure {
 
 class Findings {
  public:
-  // `judge` gives the verdict of a case, and `tell` writes a line of --json; several threads call both. `idle` counts threads
-  // that have nothing to do, whose processors a shrink may use. All must outlive this.
-  Findings(const VerifyOptions& options, const std::atomic<bool>& interrupted, std::atomic<int64_t>& idle,
-           std::function<Verdict(const Case&)> judge, std::function<void(const nlohmann::json&)> tell);
+  // `tell` writes a line of --json. All must outlive this.
+  Findings(const VerifyOptions& options, const std::atomic<bool>& interrupted, Judge& judge,
+           std::function<void(const nlohmann::json&)> tell);
 
-  // Of a case that failed as the `cases`-th. Returns when it is sorted; shrinking takes its time.
+  // Of a case that failed as the `cases`-th. Returns when it is sorted; shrinking takes its time. One at a time.
   void add(const Case& c, const Verdict& verdict, int64_t cases);
 
-  // Waits while the failures that are known or being shrunk are as many as are asked for: no other would be of interest, unless
-  // one of them turns out to have a cause that is known.
-  void wait_for_turn();
-
-  // Whether as many failures are known as are asked for.
-  bool enough() const;
+  // Whether as many failures are known as are asked for. Any thread may ask.
+  bool enough() const { return enough_; }
 
   // At the end.
   std::vector<Failure> take() { return std::move(failures_); }
 
  private:
-  void wait_for_turn(std::unique_lock<std::mutex>& lock);
-  bool is_full() const;
-  void end_turn();
-  void sort(const Case& c, const Verdict& verdict, int64_t cases);
-  std::optional<size_t> known_cause(const Case& c, const std::string& kind);
+  Failure* known_cause(const Case& c, const std::string& kind);
   Verdict judge_unless_interrupted(const Case& c) const;
   Shrunk shrunk(const Case& c, const Verdict& verdict) const;
-  void add_alike(const Case& c, const Verdict& verdict, size_t cause);
+  void add_alike(const Case& c, const Verdict& verdict, Failure& known);
   void add_failure(const Case& c, const Shrunk& shrunk, int64_t cases);
-  nlohmann::json replicas_json(const Case& c) const;
 
   const VerifyOptions& options_;
   const std::atomic<bool>& interrupted_;
-  std::atomic<int64_t>& idle_;
-  std::function<Verdict(const Case&)> judge_;
+  Judge& judge_;
   std::function<void(const nlohmann::json&)> tell_;
   Failures database_;
-
-  std::mutex telling_;        // one at a time, and before the other
-  mutable std::mutex mutex_;  // what follows
-  std::condition_variable turn_;
-  std::vector<Failure> failures_;  // grows at its end only
-  int64_t shrinking_ = 0;
+  std::vector<Failure> failures_;
+  std::atomic<bool> enough_{false};
 };
 
 }  // namespace harness

@@ -1,7 +1,5 @@
 #include "harness/commands/shrink.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <future>
 #include <limits>
@@ -192,10 +190,7 @@ std::vector<Verdict> run_together(const std::vector<Case>& candidates, size_t fi
   std::vector<Verdict> verdicts(std::min(threads, candidates.size() - first));
   std::vector<std::future<void>> others;
   for (size_t i = 1; i < verdicts.size(); ++i)
-    others.push_back(std::async(std::launch::async, [&, i] {
-      at::set_num_threads(1);
-      verdicts[i] = run(candidates[first + i]);
-    }));
+    others.push_back(std::async(std::launch::async, [&, i] { verdicts[i] = run(candidates[first + i]); }));
   verdicts[0] = run(candidates[first]);
   for (std::future<void>& other : others) other.get();
   return verdicts;
@@ -211,8 +206,8 @@ Shrunk shrink(const Case& failing, const Verdict& verdict, const ShrinkBudget& b
     return std::chrono::steady_clock::now() >= deadline || (budget.runs > 0 && best.tried >= budget.runs);
   };
   // Whether some candidate was simpler and failed alike. They are tried in turn, beginning with the one behind the last that
-  // was taken: what came before it held, and mostly holds again. The first that fails is taken, however many run at a time.
-  // None is tried twice, because a case has one verdict.
+  // was taken: what came before it held, and mostly holds again. The first that fails is taken, however many run at a time, and
+  // those behind it count as not tried. None is tried twice, because a case has one verdict.
   size_t next = 0;
   std::set<std::string> known;
   const auto step = [&] {
@@ -227,11 +222,11 @@ Shrunk shrink(const Case& failing, const Verdict& verdict, const ShrinkBudget& b
     }
     for (size_t first = 0; first < candidates.size() && !spent();) {
       const int64_t left = budget.runs > 0 ? budget.runs - best.tried : std::numeric_limits<int64_t>::max();
-      const auto threads = static_cast<size_t>(std::clamp<int64_t>(budget.threads ? budget.threads() : 1, 1, left));
+      const auto threads = static_cast<size_t>(std::min(budget.threads, left));
       const std::vector<Verdict> found = run_together(candidates, first, threads, run);
-      best.tried += std::ssize(found);
-      for (size_t i = 0; i < found.size(); ++i) known.insert(candidates[first + i].str());
       for (size_t i = 0; i < found.size(); ++i) {
+        ++best.tried;
+        known.insert(candidates[first + i].str());
         if (!fails_alike(found[i], verdict)) continue;
         best.minimal = candidates[first + i];
         best.verdict = found[i];

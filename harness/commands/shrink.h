@@ -17,13 +17,13 @@ std::vector<Case> simpler(const Case& c);
 struct Shrunk {
   Case minimal;
   Verdict verdict;
-  int64_t tried = 0;  // cases that ran
+  int64_t tried = 0;  // cases that ran, but for those that only several threads try
 };
 
 struct ShrinkBudget {
   std::chrono::milliseconds time;
-  int64_t runs = 0;                             // candidates at most; 0: as many as there is time for
-  std::function<int64_t()> threads = nullptr;   // how many candidates may run at a time now; empty: one
+  int64_t runs = 0;     // candidates at most; 0: as many as there is time for
+  int64_t threads = 1;  // how many candidates may run at a time
 };
 
 // Greedy: takes a simpler variant that fails alike (verdict.h), until none does or the budget is spent. So another failure

@@ -5,18 +5,20 @@
 
 #include <algorithm>
 #include <chrono>
+#include <condition_variable>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 #include "harness/case/failures.h"
 #include "harness/commands/allocator.h"
 #include "harness/commands/findings.h"
 #include "harness/commands/json_lines.h"
+#include "harness/commands/judge.h"
 #include "harness/commands/progress.h"
 #include "harness/compare/oracle.h"
-#include "harness/run/running_cases.h"
-#include "harness/run/schedules.h"
 #include "harness/run/verbosity.h"
 #include "shardproof/base/check.h"
 
@@ -42,20 +44,17 @@ std::string drawn_from(const VerifyOptions& options) {
 }
 
 constexpr int64_t kOracleSample = 400;  // the oracle looks for kinds among so many cases
+constexpr int64_t kAhead = 32;          // so many cases of each job may wait for one before them
 
 class Campaign {
  public:
   Campaign(const VerifyOptions& options, const std::atomic<bool>& interrupted)
       : options_(options),
         interrupted_(interrupted),
+        judge_(options),
         failures_(options.failures_directory),
         json_(options.json),
-        findings_(
-            options, interrupted, idle_, [this](const Case& c) { return judge(c); },
-            [this](const nlohmann::json& line) {
-              const std::lock_guard lock(mutex_);
-              tell(line);
-            }),
+        findings_(options, interrupted, judge_, [this](const nlohmann::json& line) { tell(line); }),
         replays_(all_replays()) {
     result_.left_out = static_cast<int64_t>(std::erase_if(replays_, [&](const Replay& replay) { return !can_run(replay.c); }));
   }
@@ -64,14 +63,11 @@ class Campaign {
     validate(generate(options_.seed, 0, options_.limits));
     failures_.require_writable();
     start_oracle();
-    std::vector<std::thread> workers;
-    const bool one_at_a_time = options_.ranks || options_.engine;
-    running_ = one_at_a_time         ? 1
-               : options_.jobs > 0   ? options_.jobs
-                                     : std::max(1u, std::thread::hardware_concurrency());
+    std::vector<std::thread> jobs;
+    running_ = judge_.size();
     for (int64_t job = running_; job > 0; --job)
-      workers.emplace_back([this] {
-        at::set_num_threads(1);
+      jobs.emplace_back([this] {
+        if (!has_workers(options_)) at::set_num_threads(1);
         try {
           work();
         } catch (...) {
@@ -80,17 +76,14 @@ class Campaign {
           stop_ = true;
         }
         --running_;
-        ++idle_;
       });
     watch();
-    for (std::thread& worker : workers) worker.join();
+    for (std::thread& job : jobs) job.join();
     progress_.clear();
     if (error_) std::rethrow_exception(error_);
     finish_oracle();
     result_.failures = findings_.take();
     result_.interrupted = interrupted_;
-    result_.from_corpus = from_corpus_;
-    result_.replayed = replayed_;
     result_.seconds = progress_.seconds();
     result_.combinations = result_.coverage.combinations().figures(options_.limits);
     write_summary();
@@ -101,6 +94,13 @@ class Campaign {
   struct Replay {
     Case c;
     bool of_corpus = false;
+  };
+
+  // What became of a place in the order of cases: replays first, and then those that are drawn.
+  struct Tried {
+    const Replay* replay = nullptr;  // null: it was drawn
+    std::string refused = {};        // why it was not tried, by an engine; else ""
+    Judged judged = {};
   };
 
   // Of the corpus, this part's cases. Each machine has failures of its own.
@@ -126,25 +126,6 @@ class Campaign {
     return std::max<int64_t>(0, (options_.cases - options_.shard + options_.shard_count - 1) / options_.shard_count);
   }
 
-  // What an engine cannot train, of simpler variants of a case, holds. So does what is known to go wrong.
-  Verdict judge(const Case& c) const {
-    const RunningCase running(c.str());
-    if (!options_.engine) return run_case(c, ranks_of(options_));
-    const Engine::Fitted fitted = options_.engine->fit(c);
-    if (why_left_out(fitted).empty() && fitted.c == c) return options_.engine->run(c);
-    return held_verdict();
-  }
-
-  void try_drawn(const Case& c) {
-    if (!options_.engine) return try_case(c, false);
-    const Engine::Fitted fitted = options_.engine->fit(c);
-    const std::string& reason = why_left_out(fitted);
-    if (reason.empty()) try_case(fitted.c, false);
-    const std::lock_guard lock(mutex_);
-    ++result_.drawn;
-    if (!reason.empty()) ++result_.refused[reason];
-  }
-
   void start_oracle() {
     if (!options_.python) return;
     std::vector<Case> cases;
@@ -164,73 +145,82 @@ class Campaign {
   }
 
   bool is_stopped() const { return stop_ || interrupted_ || findings_.enough(); }
-  bool over() const {
-    if (is_stopped()) return true;
-    return options_.minutes > 0 ? progress_.seconds() >= options_.minutes * 60 : next_ >= own_cases();
-  }
 
   void work() {
-    for (;;) {
-      const int64_t replay = next_replay_++;
-      if (replay >= static_cast<int64_t>(replays_.size())) break;
-      if (is_stopped()) return;
-      const Replay& found = replays_[static_cast<size_t>(replay)];
-      ++(found.of_corpus ? from_corpus_ : replayed_);
-      try_case(found.c, true);
-    }
-    while (!over()) {
-      findings_.wait_for_turn();
-      if (over()) return;
-      const int64_t number = next_++;
-      if (options_.minutes <= 0 && number >= own_cases()) return;
-      try_drawn(generate(options_.seed, index_of(number), options_.limits));
-    }
+    while (const std::optional<int64_t> place = next_place()) report(*place, tried(*place));
   }
 
-  // Of a case that held, under many schedules. What fails is run once more, so that the verdict is the one that its replay has.
-  void judge_schedules(Case& c, Verdict& verdict) {
-    if (options_.schedules == 0 || !verdict.held() || c.interleaving) return;
-    const Schedules found = try_schedules(c, options_.schedules);
-    {
-      const std::lock_guard lock(mutex_);
-      result_.schedules += found.runs;
-      result_.schedules_distinct += found.distinct;
-    }
-    if (!found.failing) return;
-    c.interleaving = found.failing;
-    verdict = judge(c);
-    if (!verdict.held()) return;
-    verdict.outcome = Verdict::Outcome::schedule;
-    verdict.says = fmt::format("it fails once and then holds: {}", found.what);
+  // Nothing where no other case is to run. Waits while a case long before has not been reported, for example because it fails
+  // and is being shrunk: if it is the last failure that was asked for, what comes behind it is of no interest.
+  std::optional<int64_t> next_place() {
+    std::unique_lock lock(order_);
+    while (!is_stopped() && given_ - reported_ >= kAhead * judge_.size()) came_.wait_for(lock, std::chrono::milliseconds(20));
+    const int64_t drawn = given_ - std::ssize(replays_);
+    const bool is_over = options_.minutes > 0 ? progress_.seconds() >= options_.minutes * 60 : drawn >= own_cases();
+    if (is_stopped() || (drawn >= 0 && is_over)) return {};
+    return given_++;
   }
 
-  void try_case(Case c, bool is_replay) {
-    const RunningCase running(c.str());
-    const auto start = std::chrono::steady_clock::now();
-    Verdict verdict = judge(c);
-    judge_schedules(c, verdict);
-    const bool passes = verdict.held() || (verdict.diverged() && !is_replay);  // not a random case's fault
-    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    int64_t cases = 0;
+  Tried tried(int64_t place) {
+    const int64_t drawn = place - std::ssize(replays_);
+    if (drawn < 0) {
+      const Replay& replay = replays_[static_cast<size_t>(place)];
+      return {.replay = &replay, .judged = judge_.try_case(replay.c)};
+    }
+    const Case c = generate(options_.seed, index_of(drawn), options_.limits);
+    if (!options_.engine) return {.judged = judge_.try_case(c)};
+    const Engine::Fitted fitted = options_.engine->fit(c);
+    const std::string& reason = why_left_out(fitted);
+    if (!reason.empty()) return {.refused = reason};
+    return {.judged = judge_.try_case(fitted.c)};
+  }
+
+  // In the order of places, by whichever thread has the next one, so that a run says the same however many jobs it has.
+  void report(int64_t place, Tried tried) {
+    std::unique_lock lock(order_);
+    waiting_.emplace(place, std::move(tried));
+    if (is_reporting_) return;
+    is_reporting_ = true;
+    for (auto next = waiting_.begin(); next != waiting_.end() && next->first == reported_; next = waiting_.begin()) {
+      const Tried now = std::move(next->second);
+      waiting_.erase(next);
+      lock.unlock();
+      if (!findings_.enough()) add(now);
+      lock.lock();
+      ++reported_;
+      came_.notify_all();
+    }
+    is_reporting_ = false;
+  }
+
+  void add(const Tried& tried) {
+    if (tried.replay) ++(tried.replay->of_corpus ? result_.from_corpus : result_.replayed);
+    if (options_.engine && !tried.replay) ++result_.drawn;
+    if (!tried.refused.empty()) {
+      ++result_.refused[tried.refused];
+      return;
+    }
+    const auto& [c, verdict, schedules, schedules_distinct, seconds] = tried.judged;
+    const bool passes = verdict.held() || (verdict.diverged() && !tried.replay);  // not a random case's fault
+    result_.schedules += schedules;
+    result_.schedules_distinct += schedules_distinct;
     {
       const std::lock_guard lock(mutex_);
       result_.coverage.add(c, verdict, passes);
-      cases = result_.coverage.cases();
-      nlohmann::json line = {{"type", "case"}, {"case", c.str()}, {"held", passes}, {"seconds", seconds}, {"cases", cases}};
-      if (c.mode == Mode::fast) {
-        line["ratio"] = verdict.ratio_max;
-        line["precision"] = c.options.compute == fp32 ? "float32" : "low precision";
-      }
-      if (options_.engine) line["engine"] = options_.engine->name();
-      tell(line);
-      say(c, verdict, seconds);
-      if (is_replay && passes) failures_.forget(c);
     }
-    if (passes) return;
-    findings_.add(c, verdict, cases);
+    const int64_t cases = result_.coverage.cases();
+    nlohmann::json line = {{"type", "case"}, {"case", c.str()}, {"held", passes}, {"seconds", seconds}, {"cases", cases}};
+    if (c.mode == Mode::fast) {
+      line["ratio"] = verdict.ratio_max;
+      line["precision"] = c.options.compute == fp32 ? "float32" : "low precision";
+    }
+    if (options_.engine) line["engine"] = options_.engine->name();
+    tell(line);
+    say(c, verdict, seconds);
+    if (tried.replay && passes) failures_.forget(c);
+    if (!passes) findings_.add(c, verdict, cases);
   }
 
-  // Under the lock.
   void say(const Case& c, const Verdict& verdict, double seconds) {
     if (verbosity() != Verbosity::verbose) return;
     progress_.clear();
@@ -241,13 +231,12 @@ class Campaign {
                seconds, c.str());
   }
 
-  // Under the lock, or when all workers are through.
   void tell(const nlohmann::json& line) {
     json_.write(line);
     if (options_.also) options_.also(line);
   }
 
-  // Progress, until all workers are through.
+  // Progress, until all jobs are through.
   void watch() {
     while (running_ > 0) {
       if (oracle_ && oracle_->failed()) stop_ = true;
@@ -301,6 +290,7 @@ class Campaign {
 
   const VerifyOptions& options_;
   const std::atomic<bool>& interrupted_;
+  Judge judge_;  // before there are threads
   Failures failures_;
   JsonLines json_;
   Findings findings_;
@@ -308,10 +298,15 @@ class Campaign {
   Progress progress_;
   std::unique_ptr<Oracle> oracle_;
 
-  std::atomic<int64_t> next_{0}, next_replay_{0}, from_corpus_{0}, replayed_{0}, running_{0}, idle_{0};
+  std::atomic<int64_t> running_{0};
   std::atomic<bool> stop_{false};
-  std::mutex mutex_;  // what follows
-  VerifyResult result_;
+  std::mutex order_;  // what follows
+  std::condition_variable came_;
+  int64_t given_ = 0, reported_ = 0;  // places
+  std::map<int64_t, Tried> waiting_;  // for places before them
+  bool is_reporting_ = false;
+  std::mutex mutex_;     // the coverage, and what follows
+  VerifyResult result_;  // of it, and of what is told, only one thread at a time makes more
   std::exception_ptr error_;
 };
 

@@ -1,4 +1,4 @@
-// Many random cases on several threads, failures shrunk, everything counted.
+// Many random cases in several processes, failures shrunk, everything counted.
 #pragma once
 
 #include <atomic>
@@ -29,8 +29,10 @@ struct VerifyResult {
   double seconds = 0;
 };
 
-// Shows progress on stderr. `interrupted` may be set from a signal handler: the cases under way are finished, the rest
-// left. Throws Error for limits that cannot be met, golden::EnvironmentError when Python is asked for and missing.
+// Cases are told in the order in which they are drawn, and all but times is the same however many jobs there are. Shows
+// progress on stderr. `interrupted` may be set from a signal handler: the cases under way are finished, the rest left. REQUIRES
+// that no other thread of this process holds a lock (workers.h). Throws Error for limits that cannot be met,
+// golden::EnvironmentError when Python is asked for and missing.
 VerifyResult verify(const VerifyOptions& options, const std::atomic<bool>& interrupted);
 
 }  // namespace harness

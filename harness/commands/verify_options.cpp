@@ -6,10 +6,6 @@
 
 namespace harness {
 
-Ranks& ranks_of(const VerifyOptions& options) {
-  return options.engine ? options.engine->ranks() : options.ranks ? *options.ranks : thread_ranks();
-}
-
 std::string replay_words(const VerifyOptions& options) {
   const std::string engine = options.engine ? fmt::format("--engine {} ", options.engine->name()) : "";
   const std::string backend = options.backend.empty() ? "" : fmt::format("--backend {} ", options.backend);

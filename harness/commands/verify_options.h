@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 
@@ -17,7 +18,7 @@ struct VerifyOptions {
   int64_t cases = 200;
   double minutes = 0;  // above 0: this long instead of a number of cases
   uint64_t seed = 1;
-  int64_t jobs = 0;          // 0: one a processor
+  int64_t jobs = 0;          // how many workers; 0: one a processor, and one where make_ranks is given
   int64_t failures_max = 3;  // stop after so many with different causes (causes.h)
   double shrink_seconds = 20;
   int64_t shrink_runs = 0;  // simpler cases tried for a failure, at most; 0: as many as there is time for
@@ -29,14 +30,13 @@ struct VerifyOptions {
   std::string json;
   std::function<void(const nlohmann::json&)> also;  // gets each line of --json as well, one at a time; may be empty
   int64_t schedules = 0;  // under so many each case runs, after it has held; rank-threads on the CPU only
-  Ranks* ranks = nullptr;  // null: threads. Others run one case at a time.
+  Ranks* ranks = nullptr;  // of processes that run one case at a time; null: cases run in workers, by threads
+  // What makes the ranks of a worker, called there; empty: threads on the CPU.
+  std::function<std::unique_ptr<Ranks>()> make_ranks;
   std::string backend;     // of ranks that somebody registered; else ""
   int64_t ranks_max = 0;   // of those, the most that a case may have; 0: as many as it likes
   const Engine* engine = nullptr;  // instead of the library; one case at a time
 };
-
-// Who trains its cases: an engine's ranks, those that are given, or threads.
-Ranks& ranks_of(const VerifyOptions& options);
 
 // What runs the case once more, and what that has before the case.
 std::string replay_line(const Case& c, const VerifyOptions& options);

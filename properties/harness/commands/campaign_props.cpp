@@ -108,16 +108,22 @@ TEST(Shrink, tries_valid_cases_only_and_each_is_simpler) {
 
 TEST(Shrink, tries_as_many_cases_as_it_may) {
   std::atomic<int64_t> runs{0};
-  const auto run = [&](const Case&) {
+  const auto run = [&](const Case& c) {
     ++runs;
-    return fails("gradient");
+    return c.mesh.size() >= 3 ? fails("gradient") : held_verdict();
   };
+  std::set<std::string> minimal;
   for (const int64_t threads : {1, 3}) {
     runs = 0;
-    const ShrinkBudget budget{.time = std::chrono::minutes(1), .runs = 7, .threads = [=] { return threads; }};
-    shrink(large(), fails("gradient"), budget, run);
-    EXPECT_EQ(runs, 7) << threads << " threads";
+    const ShrinkBudget budget{.time = std::chrono::minutes(1), .runs = 7, .threads = threads};
+    const Shrunk shrunk = shrink(large(), fails("gradient"), budget, run);
+    minimal.insert(shrunk.minimal.str());
+    EXPECT_EQ(shrunk.tried, 7) << threads << " threads";
+    if (threads == 1) {
+      EXPECT_EQ(runs, 7);
+    }
   }
+  EXPECT_EQ(minimal.size(), 1u) << "with several threads other cases count";
 }
 
 TEST(Shrink, on_several_threads_ends_at_the_same_case_as_on_one) {
@@ -125,7 +131,7 @@ TEST(Shrink, on_several_threads_ends_at_the_same_case_as_on_one) {
     return c.mesh.size() >= 3 && c.model.gpt.vocab >= 5 && c.steps.size() >= 2 ? fails("gradient") : held_verdict();
   };
   const auto minimal = [&](int64_t threads) {
-    const ShrinkBudget budget{.time = std::chrono::minutes(1), .threads = [=] { return threads; }};
+    const ShrinkBudget budget{.time = std::chrono::minutes(1), .threads = threads};
     return shrink(large(), fails("gradient"), budget, run).minimal.str();
   };
   EXPECT_EQ(minimal(4), minimal(1));

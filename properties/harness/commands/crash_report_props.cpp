@@ -1,4 +1,4 @@
-// What a crash of the code under test leaves: the replay lines of the cases that ran, and exit code 1; and how it is shrunk.
+// What a crash of the code under test leaves: in `verify` a failure like others, else the replay lines of cases that ran.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -11,9 +11,9 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <stdexcept>
-#include <string_view>
 #include <thread>
 
+#include "harness/case/failures.h"
 #include "harness/commands/crash_report.h"
 #include "harness/commands/program.h"
 #include "harness/run/property.h"
@@ -62,12 +62,15 @@ void use_up_the_stack() {
   std::exit(run_program(static_cast<int>(arguments.size()), words.data()));
 }
 
-std::vector<nlohmann::json> failures_in(const std::string& path) {
-  std::vector<nlohmann::json> failures;
+std::vector<nlohmann::json> lines_in(const std::string& path, const std::string& type) {
+  std::vector<nlohmann::json> lines;
   std::ifstream file(path);
   for (std::string line; std::getline(file, line);)
-    if (nlohmann::json object = nlohmann::json::parse(line); object.at("type") == "failure") failures.push_back(object);
-  return failures;
+    if (nlohmann::json object = nlohmann::json::parse(line); object.at("type") == type) lines.push_back(object);
+  return lines;
+}
+std::vector<nlohmann::json> failures_in(const std::string& path) {
+  return lines_in(path, "failure");
 }
 
 std::string crash_says(const std::string& signal) {
@@ -79,20 +82,24 @@ class CrashDeathTest : public testing::Test {
   // Ranks are threads, and a child that is forked beside threads has none of them.
   void SetUp() override { testing::GTEST_FLAG(death_test_style) = "threadsafe"; }
 
-  // Of a run of verify: on standard error and in the report.
+  // Of a run of verify, which goes on after a crash: each case on several ranks crashes, and they are alike.
   void expect_its_case_is_left(const std::string& signal, Crash crash) const {
     const harness_env::Folder folder;
     const std::string report = folder / "report", failures = folder / "failures";
-    EXPECT_EXIT(run_and_crash(crash, {"verify", "--cases", "40", "--jobs", "2", "--no-python", "--world-max", "4", "--failures",
-                                      failures, "--json", report}),
-                testing::ExitedWithCode(1),
-                crash_says(signal) + "[^']* mesh\\([^']*'\n  shrink   here/shardproof replay --shrink '");
-    const auto left = failures_in(report);
-    ASSERT_EQ(left.size(), 1u);
+    EXPECT_EXIT(run_and_crash(crash, {"verify", "--cases", "6", "--jobs", "2", "--no-python", "--world-max", "4", "--failures",
+                                      failures, "--json", report, "--quiet", "--shrink-seconds", "600", "--shrink-runs", "30",
+                                      "--failures-max", "9"}),
+                testing::ExitedWithCode(1), "");
+    const auto left = failures_in(report), summary = lines_in(report, "summary");
+    ASSERT_GE(left.size(), 1u);
     const Case c = Case::parse(left[0].at("case").get<std::string>());
     EXPECT_GT(c.mesh.size(), 1);
+    EXPECT_NE(left[0].at("case"), left[0].at("original")) << "it is shrunk";
     EXPECT_EQ(left[0].at("what"), fmt::format("crash ({})", signal));
     EXPECT_EQ(left[0].at("replay"), fmt::format("here/shardproof replay '{}'", c.str()));
+    EXPECT_EQ(Failures(failures).all().size(), left.size());
+    ASSERT_EQ(summary.size(), 1u);
+    EXPECT_EQ(summary[0].at("cases"), 6);
   }
 };
 
@@ -150,7 +157,7 @@ TEST_F(CrashDeathTest, of_a_replay_is_told_alike) {
               crash_says("SIGSEGV") + "mlp.widths=3-4. mesh.dp_shard=2. zero3 [^']* seed=1 : step'\n");
 }
 
-TEST_F(CrashDeathTest, of_a_case_is_shrunk_by_replays_in_processes_of_their_own) {
+TEST_F(CrashDeathTest, of_a_replay_is_shrunk_in_processes_of_their_own) {
   const harness_env::Folder folder;
   const std::string report = folder / "report";
   const std::string text = "mlp(widths=3-4) mesh(dp_shard=3) zero3 sgd(lr=0.1) ordered seed=1 : step*3";
@@ -210,13 +217,6 @@ TEST_F(CrashDeathTest, is_told_before_a_handler_that_was_there_is_called) {
   };
   for (const Crash crash : {Crash(write_nowhere), Crash(std::abort)})
     EXPECT_EXIT(crash_with_a_handler(crash), testing::ExitedWithCode(7), "replay   here replay 'some'\n");
-}
-
-// Replays of this program crash, as those do that the tests start.
-int main(int argc, char** argv) {
-  if (argc > 1 && std::string_view(argv[1]) == "replay") run_and_crash(write_nowhere, {argv + 1, argv + argc});
-  testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
 }
 
 TEST(Program, ends_with_1_for_a_check_that_failed_and_with_2_for_a_mistake) {
