@@ -39,6 +39,7 @@ OPTIONS: dict[str, tuple] = {
     "buckets": (0, 2),
     "reshard": (True, False),
     "granularity": ("element", "tensor", "row"),
+    "shard_dim": (0, 1),  # along which granularity row cuts
     "compute": (None, torch.bfloat16, torch.float16),
     "scale": (0, 4, 1024, 1000000000),  # the loss scale at first
     "resume": ("fresh", "used"),  # what is loaded into has trained something else
@@ -191,7 +192,7 @@ def _draw_options(draw: Draw, subject: Subject, mode: str) -> dict[str, Any]:
         else:
             if name == "granularity" and options["gather"] == "side_by_side":  # which fully_shard refuses
                 values = [value for value in values if value != "row"]
-            options[name] = draw.choice(name, values, 0.25, parse=int if name in ("scale", "prefetch") else None)
+            options[name] = draw.choice(name, values, 0.25, parse=int if name in ("scale", "prefetch", "shard_dim") else None)
     return options
 
 
