@@ -326,10 +326,16 @@ class RankRun {
   }
 
   // A backward that makes no gradient of a parameter. Tokens have no gradient, and the first parameter that trains lies as far
-  // down.
+  // down. A whole backward behind it makes the input's gradient once more.
   void go_back_to(const at::Tensor& input, const at::Tensor& loss) {
     const at::Tensor chosen = input.requires_grad() ? input : trained().at(0);
-    torch::autograd::grad({loss}, {chosen}, {}, /*retain_graph=*/true, /*create_graph=*/false, /*allow_unused=*/true);
+    const at::Tensor alone =
+        torch::autograd::grad({loss}, {chosen}, {}, /*retain_graph=*/true, /*create_graph=*/false, /*allow_unused=*/true)[0];
+    if (!input.requires_grad() || case_.mode == Mode::fast) return;
+    input.register_hook([alone](const at::Tensor& again) {
+      if (!at::allclose(alone, again, 0, 0, /*equal_nan=*/true))
+        throw Error("[harness] a backward to the input alone makes another gradient of it");
+    });
   }
 
   std::vector<at::Tensor> trained() const {
