@@ -8,7 +8,8 @@ check_docs = load("check_docs")
 CLEAN = {
     "README.md": "Read [the algebra](docs/layout.md#the-words), then run `build/tiny` of `examples/tiny.cpp`.\n"
                  "\n```cpp from=examples/tiny.cpp\nint main() {}\n```\n\n```sh run\nbuild/tiny\n```\n\n```text\n1 2 3\n```\n",
-    "docs/layout.md": "# The words\n\n`algebra/mesh.h` says it. [Back](../README.md). Layout.one_copy_tiles_the_tensor, Layout.one_copy_*,\n"
+    "docs/layout.md": "# The words\n\n`algebra/mesh.h` says it. [Back](../README.md).\n"
+                      "Layout.one_copy_tiles_the_tensor, Layout.one_copy_*,\n"
                       "Gpu.a_case_of_mlp_holds, Verify.cases_of_zero3_hold, Docs.a_name_is_found,\n"
                       "Python.two_words, properties/{a,b}.cpp\n",
     "examples/CMakeLists.txt": "add_executable(tiny tiny.cpp)\n",
@@ -44,7 +45,7 @@ class CheckDocs(unittest.TestCase):
     def test_a_test_that_is_renamed_is_found(self):
         renamed = "RC_GTEST_PROP(Layout, one_copy_tiles_it, ()) {}\n"
         self.assertEqual(self.found({"properties/a.cpp": renamed}),
-                         [("docs/layout.md", 3, "there is no test Layout.one_copy_tiles_the_tensor")])
+                         [("docs/layout.md", 4, "there is no test Layout.one_copy_tiles_the_tensor")])
 
     def test_a_test_has_to_be_named_whole(self):
         self.expect("Layout.one_copy_...", "there is no test Layout.one_copy_...")

@@ -213,6 +213,8 @@ class CheckLayers(unittest.TestCase):
         code = '#include "harness/case/case.h"\nint ranks(const Mesh& mesh) { return mesh.size("tp"); }\n'
         self.expect({"harness/case/case.cpp": code}, "harness/case/case.cpp", "a mesh axis by its name")
         self.assertEqual(self.found({"harness/case/case.cpp": code.replace("mesh.size(", "Draws(seed, ")}), [])
+        plan = CLEAN["impl/include/shardproof/algebra/plan.h"] + 'inline const char* tensor = "tp";\n'
+        self.expect({"impl/include/shardproof/algebra/plan.h": plan}, "impl/include/shardproof/algebra/plan.h", "a mesh axis")
 
     def test_long_lines_are_found(self):
         self.expect({"golden/golden.h": "#include <ATen/core/Tensor.h>\n//" + 109 * "-" + "\n"},

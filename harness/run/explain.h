@@ -20,9 +20,9 @@ struct Explanation {
   std::string guess;  // "the terms of data-parallel rank 1 are missing"; "" when no mistake that is known here fits
 };
 
-// Trains a case that failed with `outcome` on both sides once more, and every microbatch of the failing step by itself. An error
-// has a guess at most; where values differed and the case now ends in an error, `where` is that error. There is nothing to add to
-// the other outcomes, which say themselves what is wrong.
+// Trains a case that failed with `outcome` on both sides once more, and every microbatch of the failing step by itself. An
+// error has a guess at most; where values differed and the case now ends in an error, `where` is that error. There is nothing
+// to add to the other outcomes, which say themselves what is wrong.
 Explanation explain(const Case& c, Verdict::Outcome outcome, Ranks& ranks = thread_ranks());
 
 // "  where    ...\n  first    ...\n  replicas ...\n  guess    ...\n", without the lines that say nothing.

@@ -165,3 +165,23 @@ TEST(Optimizer, whose_groups_leave_a_parameter_out_is_refused_with_its_name) {
                  {"[optimizer] no group takes parameter bias", "`takes` is empty"});
   });
 }
+
+// As Muon scales by rows and columns, a rule of elements may scale by what the whole parameter has.
+TEST(Update, tells_the_shape_of_the_whole_parameter_where_tp_has_cut_it) {
+  struct Notes final : UpdateRule {
+    std::vector<std::string> state_names() const override { return {}; }
+    void update(const Update& update) const override { seen.at(update.name) = update.shape; }
+    mutable std::map<std::string, Shape> seen = {{"weight", {}}, {"bias", {}}};
+  };
+  run_threads(4, [&](std::shared_ptr<Comm> comm) {
+    const auto comms = std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 2}, {"tp", 2}}));
+    torch::nn::Linear model(3, 5);
+    const TensorParallel parallel = parallelize(model.ptr(), comms, {.styles = {{"", ColumnParallel{}}}});
+    Sharded sharded = fully_shard(model.ptr(), comms, {.strategy = strategy("ddp")});
+    const auto notes = std::make_shared<Notes>();
+    Optimizer optimizer(sharded, {{.rule = notes}});
+    call(model, at::ones({2, 3})).sum().backward();
+    optimizer.step();
+    EXPECT_EQ(notes->seen, (std::map<std::string, Shape>{{"weight", {5, 3}}, {"bias", {5}}}));
+  });
+}

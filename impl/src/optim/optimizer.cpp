@@ -178,7 +178,7 @@ bool Optimizer::update_bucket(size_t index) {
     const ParameterGroup& group = groups_[held.group];
     const BucketParameter& member = bucket.layout().members()[segment.member];
     const Update update{.name = member.name,
-                        .shape = member.shape,
+                        .shape = member.whole,
                         .parameter = part_of(bucket.parameters.main(), segment.local, {segment.size()}),
                         .gradient = part_of(bucket.gradient.values(), segment.local, {segment.size()}),
                         .state = held.state,

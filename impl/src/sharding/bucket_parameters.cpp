@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "sharding/storage.h"
+#include "shardproof/algebra/axes.h"
 #include "shardproof/base/check.h"
 #include "shardproof/device/device_graph.h"
 #include "shardproof/nn/meta_init.h"
@@ -214,7 +215,7 @@ bool BucketParameters::start_unshard() {
   restore_storage(gathered_, *memory_, MemoryKind::gathered, kept_.defined() ? nullptr : &group);
   unshard_work_ = group.all_gather(gathered_, to_gather());
   const Mesh& mesh = comms_->mesh();
-  return group.size() > 1 && !(mesh.has("dp_replicate") && mesh.size("dp_replicate") > 1);
+  return group.size() > 1 && !(mesh.has(axes::dp_replicate) && mesh.size(axes::dp_replicate) > 1);
 }
 
 void BucketParameters::finish_unshard() {

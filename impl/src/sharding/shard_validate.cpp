@@ -6,6 +6,7 @@
 #include <set>
 
 #include "parallel/tensor/parallel_state.h"
+#include "shardproof/algebra/axes.h"
 #include "shardproof/base/check.h"
 #include "shardproof/device/device.h"
 #include "shardproof/nn/attention.h"
@@ -83,7 +84,7 @@ void validate(const Reshard& reshard, const Strategy& strategy, const Mesh& mesh
 }
 
 void require_parallel(const Mesh& mesh, const ParallelState* parallel) {
-  constexpr const char* kAxis = "tp";
+  constexpr const char* kAxis = axes::tp;
   SHARD_REQUIRE(
       !mesh.has(kAxis) || mesh.size(kAxis) == 1 || (parallel && parallel->axis() == kAxis), "fully_shard",
       "mesh '{}' has {} ranks along {}, and no module was cut along it. Call parallelize before fully_shard, or leave the "
@@ -95,7 +96,7 @@ void require_shared(const Mesh& mesh, const Strategy& strategy, const ParallelSt
   const std::set<std::string> known = axis_names(strategy);
   std::vector<std::string> alone;
   for (const Axis& axis : mesh.axes()) {
-    if (axis.size == 1 || axis.name == "tp" || (parallel && axis.name == parallel->axis())) continue;
+    if (axis.size == 1 || axis.name == axes::tp || (parallel && axis.name == parallel->axis())) continue;
     if (known.contains(axis.name)) return;
     alone.push_back(axis.name);
   }
@@ -110,7 +111,7 @@ namespace {
 // Sums that tensor and context parallelism cut inside of a module depend on the cut, unless it computes them exactly.
 void require_canonical(const torch::nn::Module& root, const Mesh& mesh, const ShardOptions& options) {
   if (options.numerics != Numerics::canonical || uses_canonical_arithmetic(root)) return;
-  for (const char* axis : {"cp", "tp"})
+  for (const char* axis : {axes::cp, axes::tp})
     SHARD_REQUIRE(
         !mesh.has(axis) || mesh.size(axis) == 1, "fully_shard",
         "Numerics::canonical on mesh '{}' with {} ranks along {}: sums inside of the module would depend on the mesh. "
@@ -122,7 +123,7 @@ void require_canonical(const torch::nn::Module& root, const Mesh& mesh, const Sh
 
 std::shared_ptr<MeshComm> data_parallel_comms(const torch::nn::Module& root, const ShardOptions& options,
                                               std::shared_ptr<MeshComm> comms) {
-  constexpr const char* kAxis = "cp";
+  constexpr const char* kAxis = axes::cp;
   const Mesh& mesh = comms->mesh();
   require_canonical(root, mesh, options);
   const Mesh seen = data_parallel_mesh(mesh);

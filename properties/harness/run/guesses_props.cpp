@@ -138,7 +138,8 @@ TEST(Guesses, look_at_the_norm_of_every_rank) {
     for (RankStep& rank : steps[0]) rank.gradient_norm = norm_of_parts(rank);
   });
   LyingRanks ranks([](Steps& steps) { steps[0][2].gradient_norm *= 3; });
-  EXPECT_NE(explain(Case::parse(text), Verdict::Outcome::values, ranks).where.find("the gradient norm is wrong on rank 2"), std::string::npos);
+  const Explanation found = explain(Case::parse(text), Verdict::Outcome::values, ranks);
+  EXPECT_NE(found.where.find("the gradient norm is wrong on rank 2"), std::string::npos) << found.where;
 }
 
 TEST(Guesses, do_not_take_the_whole_norm_for_one_of_a_part) {
@@ -227,8 +228,8 @@ TEST(Guesses, of_an_error_try_whether_the_case_holds_when_each_collective_is_wai
       "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum) sgd(lr=0.1) ordered seed=424242 "
       "threads(latest) : step");
   EXPECT_EQ(run_case(races).outcome, Verdict::Outcome::error);
-  EXPECT_NE(explain(races, Verdict::Outcome::error).guess.find("the case holds when each collective is waited for at once"), std::string::npos)
-      << explain(races, Verdict::Outcome::error).guess;
+  const std::string guess = explain(races, Verdict::Outcome::error).guess;
+  EXPECT_NE(guess.find("the case holds when each collective is waited for at once"), std::string::npos) << guess;
 }
 
 TEST(AwaitedRanks, train_to_the_same_bits) {

@@ -193,9 +193,9 @@ TEST(Context, attention_in_bfloat16_is_as_near_as_one_rounding_of_its_result) {
 
 // One rank computes a query's results from every key, as without ranks. So the same kernel rounds the same numbers.
 RC_GTEST_PROP(Context, gathered_attention_in_low_precision_has_the_bits_of_the_whole_sequences, ()) {
-  // Of wider heads, the order of sums in a product of queries and keys depends on the number of its rows. Where a query sees one
-  // key only, such sums cancel, and its gradient is what their roundings leave: of heads of 4, one case in 200 differed. So it is
-  // in float16, on processors that add in float16 (AVX512-FP16): one element in some thousand is then the neighbour.
+  // Of wider heads, the order of sums in a product of queries and keys depends on the number of its rows. Where a query sees
+  // one key only, such sums cancel, and its gradient is what their roundings leave: of heads of 4, one case in 200 differed. So
+  // it is in float16, on processors that add in float16 (AVX512-FP16): one element in some thousand is then the neighbour.
   constexpr int64_t kHead = 2;
   Case c = random_case();
   if (c.way == ring_attention) c.way = gathered_attention;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "shardproof/algebra/axes.h"
 #include "shardproof/algebra/split.h"
 
 namespace shardproof {
@@ -15,7 +16,7 @@ enum class ContextSplit {
 
 // The cut of a sequence of `length` positions over `ranks` ranks.
 inline DimCut context_cut(ContextSplit split, int64_t length, int64_t ranks) {
-  return {split == ContextSplit::balanced ? balanced_split("cp") : Split{"cp"}, length, ranks};
+  return {split == ContextSplit::balanced ? balanced_split(axes::cp) : Split{axes::cp}, length, ranks};
 }
 
 }  // namespace shardproof

@@ -19,6 +19,7 @@
 #include <memory>
 #include <string>
 
+#include "shardproof/algebra/axes.h"
 #include "shardproof/comm/mesh_comm.h"
 #include "shardproof/parallel/context/context_attention.h"
 
@@ -29,7 +30,7 @@ enum class ContextAttention { ring, gathered, ulysses };
 struct ContextOptions {
   ContextAttention attention = ContextAttention::ring;
   ContextSplit split = ContextSplit::balanced;
-  std::string axis = "cp";
+  std::string axis = axes::cp;
 };
 
 class ContextState;

@@ -9,6 +9,7 @@
 #include <variant>
 #include <vector>
 
+#include "shardproof/algebra/axes.h"
 #include "shardproof/algebra/layout.h"
 
 namespace shardproof {
@@ -88,7 +89,7 @@ struct ParallelPlan {
   // Patterns of module names (base/name_pattern.h) and their styles. The first pattern that matches a module counts. A pattern
   // that matches no module is an error.
   std::vector<std::pair<std::string, ParallelStyle>> styles;
-  std::string axis = "tp";
+  std::string axis = axes::tp;
   // When it is set, activations between parallel blocks are split along this dim (sequence parallelism). A length that the axis
   // does not divide is cut as torch.chunk cuts it, and must be large enough that every rank has a row.
   std::optional<int64_t> sequence_dim = {};
