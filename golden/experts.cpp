@@ -55,10 +55,12 @@ at::Tensor of_experts(const Forward& forward, const std::string& prefix, const a
   const int64_t tokens = x.size(0), each = routes.experts.size(1), hidden = x.size(1);
   const at::Tensor rows = x.unsqueeze(1).expand({tokens, each, hidden}).reshape({tokens * each, hidden});
   const at::Tensor owner = routes.experts.reshape({tokens * each});
+  // The gradient of gate_up[e] would be a sum with the zeros of the other experts, which makes +0 of -0.
+  const std::vector<at::Tensor> gates = gate_up.unbind(0), downs = down.unbind(0);
   at::Tensor outputs = at::zeros_like(rows);
-  for (int64_t e = 0; e < gate_up.size(0); ++e) {
-    const at::Tensor own = at::nonzero(owner == e).squeeze(1);
-    if (own.numel() > 0) outputs = outputs.index_copy(0, own, expert(rows.index_select(0, own), gate_up[e], down[e]));
+  for (size_t e = 0; e < gates.size(); ++e) {
+    const at::Tensor own = at::nonzero(owner == static_cast<int64_t>(e)).squeeze(1);
+    if (own.numel() > 0) outputs = outputs.index_copy(0, own, expert(rows.index_select(0, own), gates[e], downs[e]));
   }
   return (outputs.view({tokens, each, hidden}) * routes.weights.unsqueeze(-1)).sum(1);
 }
