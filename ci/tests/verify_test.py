@@ -216,6 +216,12 @@ class Command(unittest.TestCase):
         self.expect_refused("--cases must be at least 1", "verify", "--cases", "0")
         self.expect_refused("cannot write /nowhere/x", "verify", "--json", "/nowhere/x")
 
+    def test_output_that_is_closed_leaves_its_places_to_no_file_of_a_worker(self):
+        line = f'exec "{SHARDPROOF}" verify --no-python --cases 12 --jobs 2 --world-max 3 --verbose --json report.json >&- 2>&-'
+        self.assertEqual(subprocess.run(["sh", "-c", line], cwd=self.folder, check=False).returncode, 0)
+        with open(self.report, encoding="utf-8") as file:
+            self.assertEqual(sum(json.loads(line)["type"] == "case" for line in file), 12)
+
     def test_a_missing_python_is_refused_before_all_cases_have_run(self):
         self.expect_refused("no Python at", "verify", "--minutes", "10", environment={"SHARDPROOF_VENV": "/nowhere"})
 

@@ -1,7 +1,6 @@
 // What a campaign asks about cases, each answered by a worker (workers.h).
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <nlohmann/json.hpp>

@@ -1,8 +1,10 @@
 #include "harness/commands/program.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <signal.h>
 #include <torch/version.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 
@@ -27,6 +29,13 @@ int complain(const std::exception& error, int code) {
   return code;
 }
 
+// Files that are opened later would take the places of standard input and output that the caller has closed, and get what is
+// written there.
+void fill_standard_places() {
+  for (const int place : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
+    if (::fcntl(place, F_GETFD) < 0) ::open("/dev/null", O_RDWR);
+}
+
 }  // namespace
 
 std::string program_name() { return called(); }
@@ -37,6 +46,7 @@ int run_program(int argc, char** argv, const std::vector<AddCommand>& more) {
   app.set_version_flag("--version", fmt::format("shardproof {}, LibTorch {}", shardproof::library_version(), TORCH_VERSION),
                        "print the versions of this program and of LibTorch, and exit");
   int exit_code = 0;
+  fill_standard_places();
   ::signal(SIGXFSZ, SIG_IGN);  // a write beyond a limit on file sizes is an error then, which names the file
   called() = argv[0];
   remember_arguments(argc, argv);

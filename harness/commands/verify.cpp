@@ -63,22 +63,17 @@ class Campaign {
     validate(generate(options_.seed, 0, options_.limits));
     failures_.require_writable();
     start_oracle();
-    std::vector<std::thread> jobs;
+    std::vector<std::jthread> jobs;
     running_ = judge_.size();
-    for (int64_t job = running_; job > 0; --job)
-      jobs.emplace_back([this] {
-        if (!has_workers(options_)) at::set_num_threads(1);
-        try {
-          work();
-        } catch (...) {
-          const std::lock_guard lock(mutex_);
-          if (!error_) error_ = std::current_exception();
-          stop_ = true;
-        }
-        --running_;
-      });
-    watch();
-    for (std::thread& job : jobs) job.join();
+    try {
+      for (int64_t job = running_; job > 0; --job) jobs.emplace_back([this] { run_job(); });
+      watch();
+    } catch (...) {
+      const std::lock_guard lock(mutex_);
+      stop_ = true;
+      throw;
+    }
+    for (std::jthread& job : jobs) job.join();
     progress_.clear();
     if (error_) std::rethrow_exception(error_);
     finish_oracle();
@@ -91,6 +86,18 @@ class Campaign {
   }
 
  private:
+  void run_job() {
+    if (!has_workers(options_)) at::set_num_threads(1);
+    try {
+      work();
+    } catch (...) {
+      const std::lock_guard lock(mutex_);
+      if (!error_) error_ = std::current_exception();
+      stop_ = true;
+    }
+    --running_;
+  }
+
   struct Replay {
     Case c;
     bool of_corpus = false;

@@ -29,10 +29,10 @@ struct VerifyResult {
   double seconds = 0;
 };
 
-// Cases are told in the order in which they are drawn, and all but times is the same however many jobs there are. Shows
-// progress on stderr. `interrupted` may be set from a signal handler: the cases under way are finished, the rest left. REQUIRES
-// that no other thread of this process holds a lock (workers.h). Throws Error for limits that cannot be met,
-// golden::EnvironmentError when Python is asked for and missing.
+// Cases are told in the order in which they are drawn, and all but times is the same however many jobs there are, unless the
+// time to shrink runs out. Shows progress on stderr. `interrupted` may be set from a signal handler: the cases under way are
+// finished, the rest left. REQUIRES that no other thread of this process holds a lock (workers.h). Throws Error for limits that
+// cannot be met, golden::EnvironmentError when Python is asked for and missing.
 VerifyResult verify(const VerifyOptions& options, const std::atomic<bool>& interrupted);
 
 }  // namespace harness

@@ -58,12 +58,15 @@ class Workers::Desk {
     shared_ = new (memory) Shared;
   }
   ~Desk() {
-    close_end(0);
+    dismiss();
     if (clerk_ > 0) wait_for(clerk_);
     close_end(1);
     ::close(text_);
     ::munmap(shared_, sizeof(Shared));
   }
+
+  // Its worker ends when it has served.
+  void dismiss() { close_end(0); }
 
   // `all`: the desks that there are, this one too, whose ends of this process the new processes must not keep open.
   void start(const std::vector<std::unique_ptr<Desk>>& all) {
@@ -197,7 +200,10 @@ Workers::Workers(int64_t count, Serve serve) : serve_(std::move(serve)) {
   }
 }
 
-Workers::~Workers() = default;
+// All at once, since the end of a process takes a while.
+Workers::~Workers() {
+  for (const auto& desk : desks_) desk->dismiss();
+}
 
 Answer Workers::ask(const std::string& request) {
   const auto timed = [](const auto& serve) {
@@ -212,10 +218,19 @@ Answer Workers::ask(const std::string& request) {
   Desk* const desk = free_.back();
   free_.pop_back();
   lock.unlock();
-  Answer answer = timed([&] { return desk->ask(request); });
-  lock.lock();
-  free_.push_back(desk);
-  came_free_.notify_one();
+  const auto put_back = [&] {
+    lock.lock();
+    free_.push_back(desk);
+    came_free_.notify_one();
+  };
+  Answer answer;
+  try {
+    answer = timed([&] { return desk->ask(request); });
+  } catch (...) {
+    put_back();  // else whoever waits for it waits forever
+    throw;
+  }
+  put_back();
   return answer;
 }
 

@@ -41,7 +41,6 @@ class Workers {
 
  private:
   class Desk;
-  Answer ask(Desk& desk, const std::string& request) const;
 
   Serve serve_;
   std::vector<std::unique_ptr<Desk>> desks_;

@@ -69,7 +69,7 @@ def _dim_of(shard_placement_fn: "Optional[Callable]", parameter: nn.Parameter) -
         return 0
     if type(placement) is not Shard:
         raise _C.Error(f"[fsdp] shard_placement_fn returned {placement!r}. Let it return None or a Shard")
-    return placement.dim % max(1, parameter.dim())
+    return placement.dim + parameter.dim() if placement.dim < 0 else placement.dim
 
 
 def _is_unit(module: nn.Module) -> bool:

@@ -52,7 +52,7 @@ class _OnLocals(torch.optim.Optimizer):
         """Update a group, unless PyTorch's own step has to see whole DTensors, or their graphs."""
         if group["differentiable"]:
             return False
-        parts = _C.with_gradients(group["params"], _is_cut_alike)
+        parts = _C.with_gradients(list(group["params"]), _is_cut_alike)
         if parts is None:
             return False
         if parts[0]:

@@ -40,14 +40,15 @@ void fetch(const py::list& tensors) {
     if (const at::Tensor* tensor = tensor_at(tensors, i)) fetch(tensor->unsafeGetTensorImpl());
 }
 
-// Values of an attribute, of those tensors that have it.
+// Values of an attribute, of those that have it.
 py::list attributes_of(const py::object& given, const py::str& name) {
   const py::list tensors(given);  // which is a list but in an optimizer of somebody's own
   fetch(tensors);
   py::list found;
   for (const py::handle tensor : tensors) {
     const auto attributes = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(tensor.ptr(), nullptr));
-    if (!attributes) throw py::error_already_set();
+    PyErr_Clear();
+    if (!attributes) continue;
     if (PyObject* value = PyDict_GetItemWithError(attributes.ptr(), name.ptr())) found.append(py::handle(value));
   }
   return found;
@@ -93,6 +94,9 @@ PyObject* spec_of(py::handle tensor) {
 
 // Parameters that have gradients, what this rank has of them, and of the gradients. None where one is cut otherwise.
 py::object with_gradients(const py::list& params, const py::function& are_cut_alike) {
+  for (const py::handle p : params)
+    SHARD_REQUIRE(THPVariable_Check(p.ptr()), "optimizer", "a group of parameters has a {}. Give it tensors",
+                  Py_TYPE(p.ptr())->tp_name);
   fetch(params);
   for (const py::handle p : params) fetch(THPVariable_Unpack(p.ptr()).unsafeGetTensorImpl()->autograd_meta());
   for (const py::handle p : params)
@@ -148,7 +152,8 @@ bool lie_alike(const std::vector<py::list>& lists) {
       const at::Tensor* other = i < list.size() ? tensor_at(list, i) : nullptr;
       if (first == nullptr || other == nullptr || !other->is_cpu() || other->layout() != at::kStrided ||
           !at::isFloatingType(other->scalar_type()) || other->scalar_type() != first->scalar_type() ||
-          other->sizes() != first->sizes() || other->strides() != first->strides() || !other->is_non_overlapping_and_dense())
+          other->sizes() != first->sizes() || other->strides() != first->strides() || !other->is_non_overlapping_and_dense() ||
+          other->is_neg())  // whose memory is not its values
         return false;
       if (other->has_storage()) __builtin_prefetch(other->unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
     }
@@ -179,7 +184,7 @@ bool may_be_joined(const at::Tensor& tensor) {
 
 using Members = std::vector<size_t>;
 
-// Whether parameters have memory in common, which each of them is to find as the one before has left it.
+// Whether tensors have memory in common, which each of them is to find as the one before has left it.
 bool overlap(const py::list& tensors, const Members& members) {
   std::vector<const char*> begins;
   for (const size_t i : members) begins.push_back(static_cast<const char*>(tensor_at(tensors, i)->const_data_ptr()));
@@ -238,7 +243,8 @@ void update_together(const std::vector<py::list>& changed, const py::list& read,
     (joins ? alike[{tensor.scalar_type(), step ? *step->const_data_ptr<float>() : 0}] : alone).push_back(i);
     if (joins) all.push_back(i);
   }
-  if (overlap(changed.front(), all)) return void(kernel(changed, read, steps));
+  for (const py::list& list : changed)
+    if (!list.empty() && overlap(list, all)) return void(kernel(changed, read, steps));
   for (const auto& [kind, members] : alike) {
     std::vector<std::vector<at::Tensor>> wholes;
     for (const py::list& list : changed)

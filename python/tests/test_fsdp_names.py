@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardproof
 import shardproof.fsdp
@@ -134,6 +134,9 @@ def test_what_is_not_offered_is_refused():
         model = Net()
         with pytest.raises(shardproof.Error, match=r"shard_placement_fn returned Replicate\(\). Let it return None or a Shard"):
             fully_shard(model, mesh=shardproof.MeshComm(comm, "dp_shard=1"), shard_placement_fn=lambda p: Replicate())
+        for dim in (2, 7):
+            with pytest.raises(shardproof.Error, match=f"has [12] dims, and shard_placement_fn says dim {dim}"):
+                fully_shard(Net(), mesh=shardproof.MeshComm(comm, "dp_shard=1"), shard_placement_fn=lambda p: Shard(dim))
         model = Net()
         fully_shard(model.blocks[0], mesh=shardproof.MeshComm(comm, "dp_shard=1"))
         with pytest.raises(shardproof.Error, match="there is no process group"):

@@ -246,6 +246,39 @@ def test_parameters_that_share_memory_are_updated_one_after_the_other():
     assert_same_bits(*results)
 
 
+def test_state_that_parameters_share_is_updated_by_one_after_the_other():
+    results = []
+    for kind, way in ((shardproof.fsdp.SGD, {}), (torch.optim.SGD, {"fused": True})):
+        params = [nn.Parameter(torch.linspace(i, i + 1, 16)) for i in range(2)]
+        optimizer = kind(params, lr=0.1, momentum=0.9, **way)
+        shared = torch.linspace(0, 1, 16)
+        for i, p in enumerate(params):
+            optimizer.state[p]["momentum_buffer"] = shared
+            p.grad = torch.full((16,), i + 1.0)
+        optimizer.step()
+        results.append({str(i): p.detach() for i, p in enumerate(params)} | {"shared": shared})
+    assert_same_bits(*results)
+
+
+def test_a_gradient_that_is_negated_where_it_is_read_counts_as_what_it_is():
+    p = nn.Parameter(torch.zeros(16))
+    p.grad = torch._neg_view(torch.ones(16))
+    shardproof.fsdp.SGD([p], lr=0.5).step()
+    assert torch.equal(p.detach(), torch.full((16,), 0.5))
+
+
+def test_what_is_no_tensor_is_refused_and_a_tuple_of_parameters_is_taken():
+    p = nn.Parameter(torch.zeros(16))
+    p.grad = torch.ones(16)
+    optimizer = shardproof.fsdp.SGD([p], lr=0.5)
+    optimizer.param_groups[0]["params"] = (p,)
+    optimizer.step()
+    assert torch.equal(p.detach(), torch.full((16,), -0.5))
+    optimizer.param_groups[0]["params"] = [p, 3]
+    with pytest.raises(shardproof.Error, match="a group of parameters has a int. Give it tensors"):
+        optimizer.step()
+
+
 def test_autograd_sees_that_a_small_tensor_was_updated():
     p = nn.Parameter(torch.linspace(-1, 1, 16))
     optimizer = shardproof.fsdp.SGD([p], lr=0.1, momentum=0.9)

@@ -379,8 +379,12 @@ void BucketGradient::ask_about(const at::Tensor& terms) const {
 // The terms lay as units compute, where each parameter is in one piece. They are gone.
 void BucketGradient::throw_nonfinite(const LateChecks::Bad& bad) const {
   const auto& members = layout_.members();
-  const auto behind = std::ranges::find_if(members, [&](const BucketParameter& member) { return member.offset > bad.place; });
-  const BucketParameter& member = *std::prev(behind);
+  const auto found = std::ranges::find_if(members, [&](const BucketParameter& member) {
+    return member.offset <= bad.place && bad.place < member.offset + member.numel;
+  });
+  SHARD_CHECK(found != members.end(), "gradient", "{}: place {} of the bucket of {} is no parameter's", label_, bad.place,
+              first_name());
+  const BucketParameter& member = *found;
   const std::string beyond =
       std::isinf(rules_.gradient_magnitude_max) ? "" : fmt::format(", or above {},", rules_.gradient_magnitude_max);
   throw NonFiniteError(

@@ -176,10 +176,11 @@ double norm_of_order(Sharded::Impl& state, double order) {
   reduce_over_ranks(state, least, Reduce::min);
   first = least.item<int64_t>();
   const std::string name = first < static_cast<int64_t>(members.size()) ? members[first]->name : "no single parameter";
-  throw NonFiniteError(
-      fmt::format("[gradient_norm] rank {}, step {}: the norm of the reduced gradient is {}, through {}. "
-                  "Every rank's own gradient was finite, so a sum overflowed: scale the loss down",
-                  state.comms->rank(), state.schedule.current_step(), norm, name));
+  const char* const why = state.options.check_gradients
+                              ? "Every rank's own gradient was finite, so a sum overflowed: scale the loss down"
+                              : "A sum overflowed, or a rank's own gradient was not finite: check_gradients tells";
+  throw NonFiniteError(fmt::format("[gradient_norm] rank {}, step {}: the norm of the reduced gradient is {}, through {}. {}",
+                                   state.comms->rank(), state.schedule.current_step(), norm, name, why));
 }
 
 }  // namespace

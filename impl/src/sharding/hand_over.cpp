@@ -19,7 +19,10 @@ std::vector<Shard> held(const Sharded& sharded, Sharded::Impl::Kind kind) {
 }  // namespace
 
 std::vector<Shard> main_shards(const Sharded& sharded) { return held(sharded, Sharded::Impl::Kind::main); }
-std::vector<Shard> gradient_shards(const Sharded& sharded) { return held(sharded, Sharded::Impl::Kind::gradient); }
+std::vector<Shard> gradient_shards(const Sharded& sharded) {
+  sharded.impl().checks->read(&sharded.impl().comms->world());
+  return held(sharded, Sharded::Impl::Kind::gradient);
+}
 
 HandedGradients hand_over_gradients(Sharded& sharded) {
   Sharded::Impl& state = sharded.impl();

@@ -60,7 +60,6 @@ TEST(CommThreads, a_rank_that_waits_for_long_takes_hardly_any_processor_time) {
   });
 }
 
-// Also in groups of the world, and when the rank that allocated it lets go first.
 TEST(CommThreads, of_a_process_that_was_forked_are_its_own) {
 #ifdef __SANITIZE_THREAD__
   GTEST_SKIP() << "under ThreadSanitizer a process that was forked beside other threads must not start threads";
@@ -79,6 +78,7 @@ TEST(CommThreads, of_a_process_that_was_forked_are_its_own) {
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "status " << status;
 }
 
+// Also in groups of the world, and when the rank that allocated it lets go first.
 TEST(CommThreads, shared_memory_is_zero_aligned_and_written_for_all) {
   run_threads(4, [](std::shared_ptr<Comm> world) {
     const auto pair = world->split(world->rank() / 2, world->rank(), "pair");

@@ -22,6 +22,7 @@
 #include "harness/commands/verify.h"
 #include "harness/run/property.h"
 #include "properties/kit/harness_env.h"
+#include "shardproof/base/check.h"
 
 using namespace harness;
 
@@ -31,6 +32,7 @@ namespace {
 std::string serve(const std::string& request) {
   if (request == "throw") throw std::runtime_error("no answer");
   if (request == "exit") std::exit(3);
+  if (request == "clerk") return std::to_string(::getppid());
   if (request.starts_with("signal ")) ::raise(std::stoi(request.substr(7)));
   return request.empty() ? std::to_string(::getpid()) : request;
 }
@@ -123,6 +125,21 @@ TEST(Workers, that_are_killed_while_they_have_nothing_to_do_are_replaced_unseen)
     EXPECT_EQ(after.crash, "");
     EXPECT_NE(after.text, before);
   }
+}
+
+TEST(Workers, that_nobody_can_replace_any_more_are_an_error_for_each_who_asks) {
+  Workers workers(1, serve);
+  ::kill(std::stoi(workers.ask("clerk").text), SIGKILL);
+  const auto throws = [&] {
+    try {
+      workers.ask("x");
+      return false;
+    } catch (const shardproof::Error&) {
+      return true;
+    }
+  };
+  while (!throws()) continue;  // its worker is ended by the system, which may take a moment
+  EXPECT_TRUE(throws());
 }
 
 TEST(Workers, none_of_them_are_this_process) {

@@ -20,7 +20,8 @@ struct HandedGradients {
 
 // What this rank holds of the main parameters, and of the final gradients, each in one tensor, where main_parameters() and
 // gradients() of the Sharded have a piece for each run of the whole parameter. Those of which it holds nothing are left out.
-// Live memory.
+// Live memory. gradient_shards is collective on a device, where every rank throws NonFiniteError if a gradient of one of them
+// was bad (ShardOptions::check_gradients).
 std::vector<Shard> main_shards(const Sharded& sharded);
 std::vector<Shard> gradient_shards(const Sharded& sharded);
 

@@ -224,11 +224,11 @@ struct ShardOptions {
 
   // Whether each rank's gradients are checked, as they are before the sum over ranks. The error of a NaN, an infinity or a
   // magnitude above `gradient_magnitude_max` names rank, step and parameter. On the CPU the backward throws it, on that rank
-  // alone. Other ranks may return from it with such a sum: who catches the error agrees with all ranks before going on. A
+  // alone. Other ranks return from it with such a sum, or wait for that rank: let the error end it, which ends their waits. A
   // device keeps its answers, and the host does not wait for them in a backward. Whoever needs gradients next reads all of them
-  // in one copy, together with what it asks itself: Optimizer::step, a norm, gradients_are_finite, gather_gradients and
-  // hand_over_gradients throw on every rank before any parameter changes, and Sharded::gradients throws on that rank alone. Set
-  // it to false where a LossScaler handles such gradients.
+  // in one copy, together with what it asks itself: Optimizer::step, a norm, gradients_are_finite, gather_gradients, and those
+  // of hand_over.h throw on every rank before any parameter changes, and Sharded::gradients throws on that rank alone. Set it
+  // to false where a LossScaler handles such gradients.
   bool check_gradients = true;
   double gradient_magnitude_max = std::numeric_limits<double>::infinity();
 
