@@ -170,7 +170,7 @@ class Scratch:
         return Outcome(True, how_it_ended(code, self.options.seconds), cases)
 
     def shrink_crash(self, outcome):
-        """A smaller case for one that crashed: it ended `verify`, which shrinks other failures itself."""
+        """A smaller case for one that crashed, which may have ended an engine, or a program in the place of verify."""
         if not outcome.by.startswith("crash (") or not outcome.replay:
             return
         report = os.path.join(os.path.abspath(self.options.scratch), "shrunk.json")

@@ -30,8 +30,8 @@ enum class State { answered, threw, crashed };
 // In memory that all processes of a desk see.
 struct Shared {
   std::atomic<uint64_t> asked{0}, begun{0}, answered{0};  // requests
-  std::atomic<State> state{State::answered};    // of the last answer
-  std::atomic<int> wait_status{0};              // crashed: of wait(2)
+  std::atomic<State> state{State::answered};                        // of the last answer
+  std::atomic<int> wait_status{0};                                  // crashed: of wait(2)
 };
 
 std::string end_in_words(int wait_status) {

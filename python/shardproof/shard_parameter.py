@@ -175,7 +175,7 @@ class Parameter:
 
     def used(self) -> torch.Tensor:
         """What a unit computes with: the whole parameter, or what it is in its module, with a graph that leads to it."""
-        if self.parallel is None:
+        if self.is_as_in_engine:
             return self.whole
         if self.memory is None:  # its first use
             self.memory = self.whole.detach()

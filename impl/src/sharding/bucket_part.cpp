@@ -41,10 +41,12 @@ void BucketPart::check_padding(const LocalView& view, const at::Tensor& local, c
   if (!rules_.check_gradients && !local.is_cpu()) return;
   for (const Interval& padding : view.padding) {
     const at::Tensor values = part_of(local, padding.begin, {padding.size()});
-    if (!local.is_cpu()) checks_->ask(padding_, values, /*limit=*/0, view.interval.begin + padding.begin, /*reduction=*/0);
-    else SHARD_CHECK(all_zero(values), "bucket",
-                "padding of the {} after {} is not zero, at bucket offset {} to {}", what, layout_.members().front().name,
-                view.interval.begin + padding.begin, view.interval.begin + padding.end);
+    const int64_t begin = view.interval.begin + padding.begin;
+    if (!local.is_cpu())
+      checks_->ask(padding_, values, /*limit=*/0, begin, /*reduction=*/0);
+    else
+      SHARD_CHECK(all_zero(values), "bucket", "padding of the {} after {} is not zero, at bucket offset {} to {}", what,
+                  first_name(), begin, begin + padding.size());
   }
 }
 

@@ -27,7 +27,6 @@ std::vector<Shard> gradient_shards(const Sharded& sharded) {
 HandedGradients hand_over_gradients(Sharded& sharded) {
   Sharded::Impl& state = sharded.impl();
   state.schedule.require_no_backward("hand_over_gradients");
-  state.checks->read(&state.comms->world());
   std::vector<std::pair<Bucket*, size_t>> trained;
   for (Bucket* bucket : state.schedule.buckets())
     for (size_t member = 0; bucket->gradient.final() && member < bucket->views().size(); ++member)
