@@ -20,8 +20,8 @@ CLEAN = {
     "impl/src/algebra/mesh.cpp": '#include "shardproof/algebra/mesh.h"\n',
     "impl/src/algebra/plan.cpp": '#include "shardproof/algebra/plan.h"\n#include "algebra/lower.h"\n',
     "impl/src/algebra/lower.h": '#include "shardproof/algebra/mesh.h"\n',
-    "impl/src/comm/comm.cpp": '#include "shardproof/comm/comm.h"\n#include "testing/comm/label.h"\n',
-    "impl/testing/comm/label.h": '#include "shardproof/comm/comm.h"\n',
+    "impl/src/comm/comm.cpp": '#include "shardproof/comm/comm.h"\n#include "internal/comm/label.h"\n',
+    "impl/internal/comm/label.h": '#include "shardproof/comm/comm.h"\n',
     "golden/CMakeLists.txt": "add_library(golden)\nshardproof_room(golden . UNDER . golden.cpp)\n",
     "golden/golden.h": "#include <ATen/core/Tensor.h>\n",
     "golden/golden.cpp": '#include "golden.h"\n',
@@ -29,7 +29,7 @@ CLEAN = {
     "harness/case/case.h": '#include "shardproof/algebra/mesh.h"\n#include "golden/golden.h"\n',
     "harness/case/case.cpp": '#include "harness/case/case.h"\n',
     "properties/CMakeLists.txt": "shardproof_test(NAME comm_props SOURCES comm/comm_props.cpp)\n",
-    "properties/comm/comm_props.cpp": '#include "properties/kit/models.h"\n#include "testing/comm/label.h"\n',
+    "properties/comm/comm_props.cpp": '#include "properties/kit/models.h"\n#include "internal/comm/label.h"\n',
     "properties/kit/models.h": '#include "harness/case/case.h"\n',
     "examples/CMakeLists.txt": "add_executable(tiny tiny.cpp)\n",
     "examples/tiny.cpp": EXAMPLE,
@@ -59,7 +59,7 @@ class CheckLayers(unittest.TestCase):
         self.assertEqual(self.found({}), [])
 
     def test_a_room_must_not_include_one_above_it(self):
-        comm = '#include "shardproof/comm/comm.h"\n#include "testing/comm/label.h"\n'
+        comm = '#include "shardproof/comm/comm.h"\n#include "internal/comm/label.h"\n'
         self.expect({"impl/src/comm/comm.cpp": comm + '#include "shardproof/sharding/bucket.h"\n',
                      "impl/include/shardproof/sharding/bucket.h": "\n"}, "impl/src/comm/comm.cpp",
                     "room comm must not include impl/include/shardproof/sharding/bucket.h of room sharding")
@@ -75,17 +75,17 @@ class CheckLayers(unittest.TestCase):
                     "impl/include/shardproof/algebra/plan.h", "must not include the private impl/src/algebra/lower.h")
 
     def test_a_public_header_must_not_include_one_for_tests(self):
-        header = '#include <ATen/core/Tensor.h>\n#include "testing/comm/tag.h"\n'
-        self.expect({"impl/include/shardproof/comm/comm.h": header, "impl/testing/comm/tag.h": "\n"},
-                    "impl/include/shardproof/comm/comm.h", "must not include the private impl/testing/comm/tag.h")
+        header = '#include <ATen/core/Tensor.h>\n#include "internal/comm/tag.h"\n'
+        self.expect({"impl/include/shardproof/comm/comm.h": header, "impl/internal/comm/tag.h": "\n"},
+                    "impl/include/shardproof/comm/comm.h", "must not include the private impl/internal/comm/tag.h")
 
     def test_a_header_for_tests_must_not_include_a_private_one(self):
-        self.expect({"impl/testing/comm/label.h": '#include "comm/group.h"\n', "impl/src/comm/group.h": "\n"},
-                    "impl/testing/comm/label.h", "must not include the private impl/src/comm/group.h")
+        self.expect({"impl/internal/comm/label.h": '#include "comm/group.h"\n', "impl/src/comm/group.h": "\n"},
+                    "impl/internal/comm/label.h", "must not include the private impl/src/comm/group.h")
 
     def test_the_harness_must_not_see_headers_for_tests(self):
-        self.expect({"harness/case/case.cpp": '#include "harness/case/case.h"\n#include "impl/testing/comm/label.h"\n'},
-                    "harness/case/case.cpp", "harness must not see impl/testing/comm/label.h")
+        self.expect({"harness/case/case.cpp": '#include "harness/case/case.h"\n#include "impl/internal/comm/label.h"\n'},
+                    "harness/case/case.cpp", "harness must not see impl/internal/comm/label.h")
 
     def test_the_tests_must_not_see_private_headers(self):
         test = CLEAN["properties/comm/comm_props.cpp"] + '#include "impl/src/algebra/lower.h"\n'
@@ -93,7 +93,7 @@ class CheckLayers(unittest.TestCase):
                     "properties must not see impl/src/algebra/lower.h")
 
     def test_a_private_header_is_for_its_wing(self):
-        comm = '#include "shardproof/comm/comm.h"\n#include "testing/comm/label.h"\n#include "algebra/lower.h"\n'
+        comm = '#include "shardproof/comm/comm.h"\n#include "internal/comm/label.h"\n#include "algebra/lower.h"\n'
         self.expect({"impl/src/comm/comm.cpp": comm}, "impl/src/comm/comm.cpp",
                     "algebra/lower.h is private to its wing; room comm must not include it")
         allowed = check_layers.Exceptions(private={"algebra/lower.h": {"comm"}}, loops=[])

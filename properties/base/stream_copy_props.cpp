@@ -6,7 +6,7 @@
 #include <numeric>
 #include <vector>
 
-#include "testing/base/stream_copy.h"
+#include "internal/base/stream_copy.h"
 
 RC_GTEST_PROP(StreamCopy, copies_every_byte_and_no_other, ()) {
   const auto bytes = *rc::gen::inRange<size_t>(0, 400), from = *rc::gen::inRange<size_t>(0, 70),

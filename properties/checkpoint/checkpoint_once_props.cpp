@@ -11,7 +11,7 @@
 #include "shardproof/checkpoint/format/checksums.h"
 #include "shardproof/checkpoint/manager.h"
 #include "shardproof/comm/traced.h"
-#include "testing/checkpoint/format/crc32.h"
+#include "internal/checkpoint/format/crc32.h"
 
 namespace shardproof::checkpoint {
 namespace {

@@ -17,7 +17,7 @@
 #include "shardproof/checkpoint/weights.h"
 #include "shardproof/comm/agree.h"
 #include "shardproof/shardproof.h"
-#include "testing/checkpoint/format/zip_file.h"
+#include "internal/checkpoint/format/zip_file.h"
 
 namespace shardproof::checkpoint {
 namespace {

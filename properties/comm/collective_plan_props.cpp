@@ -6,7 +6,7 @@
 #include <string>
 
 #include "properties/kit/spec_collective_plan.h"
-#include "testing/comm/collective_plan.h"
+#include "internal/comm/collective_plan.h"
 
 using namespace shardproof;
 using spec::Collective;

@@ -7,8 +7,8 @@
 #include <nlohmann/json.hpp>
 
 #include "properties/kit/checkpoint_scratch.h"
-#include "testing/comm/flight_call.h"
-#include "testing/comm/flight_record.h"
+#include "internal/comm/flight_call.h"
+#include "internal/comm/flight_record.h"
 
 using namespace shardproof;
 using nlohmann::json;

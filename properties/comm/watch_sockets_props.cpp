@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "properties/kit/expect_error.h"
-#include "testing/comm/watch_sockets.h"
+#include "internal/comm/watch_sockets.h"
 
 using namespace shardproof;
 

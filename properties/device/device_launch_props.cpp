@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "shardproof/device/device.h"
-#include "testing/device/pack_math.h"
+#include "internal/device/pack_math.h"
 
 using namespace shardproof;
 

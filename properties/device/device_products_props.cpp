@@ -10,7 +10,7 @@
 #include "properties/kit/device_subject.h"
 #include "properties/kit/harness_env.h"
 #include "shardproof/device/model_math.h"
-#include "testing/device/product_variants.h"
+#include "internal/device/product_variants.h"
 
 using namespace shardproof;
 using namespace device_testing;

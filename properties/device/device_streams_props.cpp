@@ -10,7 +10,7 @@
 
 #include "properties/doubles/fake_device.h"
 #include "shardproof/comm/threads/threads.h"
-#include "testing/device/host_transfers.h"
+#include "internal/device/host_transfers.h"
 
 using namespace shardproof;
 

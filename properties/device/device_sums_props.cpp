@@ -10,7 +10,7 @@
 #include "properties/kit/device_subject.h"
 #include "properties/kit/harness_env.h"
 #include "shardproof/base/dtypes.h"
-#include "testing/device/exact_sum.h"
+#include "internal/device/exact_sum.h"
 
 using namespace shardproof;
 using namespace device_testing;

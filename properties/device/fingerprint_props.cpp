@@ -10,7 +10,7 @@
 #include <functional>
 #include <vector>
 
-#include "testing/device/fingerprint.h"
+#include "internal/device/fingerprint.h"
 
 using namespace shardproof;
 

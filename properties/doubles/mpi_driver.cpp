@@ -14,7 +14,7 @@
 #include "shardproof/base/check.h"
 #include "shardproof/base/failed_check.h"
 #include "shardproof/comm/mpi/mpi.h"
-#include "testing/base/call_label.h"
+#include "internal/base/call_label.h"
 
 using namespace shardproof;
 

@@ -13,7 +13,7 @@
 #include "properties/doubles/fake_device.h"
 #include "shardproof/comm/c10d/c10d.h"
 #include "shardproof/comm/decorated.h"
-#include "testing/device/streams.h"
+#include "internal/device/streams.h"
 
 namespace unkind {
 namespace {

@@ -13,7 +13,7 @@
 
 #include "shardproof/device/device.h"
 #include "shardproof/device/kernels/cuda.h"
-#include "testing/device/pack_math.h"
+#include "internal/device/pack_math.h"
 
 namespace device_testing {
 

@@ -9,7 +9,7 @@
 #include "shardproof/comm/comparing.h"
 #include "shardproof/optim/optimizer.h"
 #include "shardproof/sharding/note.h"
-#include "testing/base/call_label.h"
+#include "internal/base/call_label.h"
 
 using namespace shardproof;
 

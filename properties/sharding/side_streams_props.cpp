@@ -11,8 +11,8 @@
 #include "properties/kit/piece_values.h"
 #include "shardproof/device/device_graph.h"
 #include "shardproof/shardproof.h"
-#include "testing/device/host_transfers.h"
-#include "testing/device/streams.h"
+#include "internal/device/host_transfers.h"
+#include "internal/device/streams.h"
 
 using namespace shardproof;
 

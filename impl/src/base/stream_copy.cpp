@@ -1,4 +1,4 @@
-#include "testing/base/stream_copy.h"
+#include "internal/base/stream_copy.h"
 
 #include <sys/mman.h>
 

@@ -10,8 +10,8 @@
 #include "checkpoint/format/dcp_validate.h"
 #include "checkpoint/format/row_walk.h"
 #include "shardproof/base/check.h"
-#include "testing/checkpoint/format/crc32.h"
-#include "testing/checkpoint/format/zip_file.h"
+#include "internal/checkpoint/format/crc32.h"
+#include "internal/checkpoint/format/zip_file.h"
 
 namespace shardproof::checkpoint {
 namespace {

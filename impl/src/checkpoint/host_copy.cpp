@@ -3,8 +3,8 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
-#include "testing/base/stream_copy.h"
-#include "testing/device/streams.h"
+#include "internal/base/stream_copy.h"
+#include "internal/device/streams.h"
 
 namespace shardproof::checkpoint {
 

@@ -16,8 +16,8 @@
 #include "shardproof/checkpoint/format/checksums.h"
 #include "shardproof/checkpoint/saved_state.h"
 #include "shardproof/comm/agree.h"
-#include "testing/base/stream_copy.h"
-#include "testing/checkpoint/format/crc32.h"
+#include "internal/base/stream_copy.h"
+#include "internal/checkpoint/format/crc32.h"
 
 namespace shardproof::checkpoint {
 namespace {

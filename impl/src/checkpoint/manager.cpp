@@ -5,7 +5,7 @@
 #include <cstdio>
 #include <exception>
 
-#include "base/disk_work.h"
+#include "internal/base/disk_work.h"
 #include "checkpoint/run_owner.h"
 #include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"

@@ -10,7 +10,7 @@
 #include <mutex>
 #include <sstream>
 
-#include "base/disk_work.h"
+#include "internal/base/disk_work.h"
 #include "checkpoint/format/cause.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/durable.h"

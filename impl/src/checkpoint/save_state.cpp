@@ -6,7 +6,7 @@
 #include <set>
 #include <string_view>
 
-#include "base/disk_work.h"
+#include "internal/base/disk_work.h"
 #include "checkpoint/format/cause.h"
 #include "checkpoint/format/row_walk.h"
 #include "checkpoint/host_copy.h"
@@ -19,8 +19,8 @@
 #include "shardproof/checkpoint/format/durable.h"
 #include "shardproof/checkpoint/saved_state.h"
 #include "shardproof/comm/agree.h"
-#include "testing/base/stream_copy.h"
-#include "testing/device/streams.h"
+#include "internal/base/stream_copy.h"
+#include "internal/device/streams.h"
 
 namespace shardproof::checkpoint {
 namespace {

@@ -1,4 +1,4 @@
-#include "testing/comm/collective_plan.h"
+#include "internal/comm/collective_plan.h"
 
 #include <ATen/core/Tensor.h>
 

@@ -11,7 +11,7 @@
 
 #include "shardproof/base/check.h"
 #include "shardproof/base/dtypes.h"
-#include "testing/base/call_label.h"
+#include "internal/base/call_label.h"
 
 namespace shardproof {
 namespace {

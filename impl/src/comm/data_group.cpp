@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-#include "base/counter_random.h"
+#include "internal/base/counter_random.h"
 #include "shardproof/base/check.h"
 
 namespace shardproof {

@@ -12,7 +12,7 @@
 #include "comm/owning_tensor.h"
 #include "shardproof/base/check.h"
 #include "shardproof/comm/agree.h"
-#include "testing/base/call_label.h"
+#include "internal/base/call_label.h"
 
 namespace shardproof {
 namespace {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/counter_random.h"
+#include "internal/base/counter_random.h"
 #include "comm/owning_tensor.h"
 
 namespace shardproof {

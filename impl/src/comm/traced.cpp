@@ -7,7 +7,7 @@
 
 #include "shardproof/comm/decorated.h"
 #include "shardproof/comm/timeline.h"
-#include "testing/base/call_label.h"
+#include "internal/base/call_label.h"
 
 namespace shardproof {
 namespace {

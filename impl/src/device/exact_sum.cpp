@@ -1,4 +1,4 @@
-#include "testing/device/exact_sum.h"
+#include "internal/device/exact_sum.h"
 
 #include <ATen/ATen.h>
 

@@ -1,4 +1,4 @@
-#include "testing/device/fingerprint.h"
+#include "internal/device/fingerprint.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>

@@ -1,4 +1,4 @@
-#include "device/flat_math.h"
+#include "internal/device/flat_math.h"
 
 #include <ATen/ATen.h>
 

@@ -1,4 +1,4 @@
-#include "testing/device/host_transfers.h"
+#include "internal/device/host_transfers.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "shardproof/base/host_work.h"
-#include "testing/device/streams.h"
+#include "internal/device/streams.h"
 
 namespace shardproof {
 

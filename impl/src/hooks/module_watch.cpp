@@ -5,7 +5,7 @@
 
 #include <map>
 
-#include "hooks/attachments.h"
+#include "internal/hooks/attachments.h"
 #include "shardproof/base/check.h"
 #include "shardproof/hooks/unit.h"
 

@@ -5,7 +5,7 @@
 #include <shared_mutex>
 #include <unordered_map>
 
-#include "hooks/attachments.h"
+#include "internal/hooks/attachments.h"
 #include "shardproof/base/check.h"
 
 namespace shardproof {

@@ -1,7 +1,7 @@
 #include <torch/nn/modules/container/any.h>
 #include <torch/nn/modules/container/sequential.h>
 
-#include "hooks/attachments.h"
+#include "internal/hooks/attachments.h"
 #include "shardproof/base/check.h"
 
 namespace shardproof {

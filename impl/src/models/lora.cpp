@@ -8,14 +8,14 @@
 #include <map>
 #include <optional>
 
-#include "hooks/attachments.h"
+#include "internal/hooks/attachments.h"
 #include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"
 #include "shardproof/base/name_pattern.h"
 #include "shardproof/models/models.h"
 #include "shardproof/nn/dropout.h"
 #include "shardproof/nn/initialize.h"
-#include "testing/device/fingerprint.h"
+#include "internal/device/fingerprint.h"
 
 namespace shardproof {
 namespace {

@@ -8,7 +8,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "device/matrix.h"
+#include "internal/device/matrix.h"
 
 namespace shardproof::direct {
 namespace {

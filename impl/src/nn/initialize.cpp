@@ -5,7 +5,7 @@
 #include <cmath>
 #include <set>
 
-#include "base/counter_random.h"
+#include "internal/base/counter_random.h"
 #include "shardproof/base/check.h"
 
 namespace shardproof {

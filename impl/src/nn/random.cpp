@@ -4,7 +4,7 @@
 
 #include <numeric>
 
-#include "base/counter_random.h"
+#include "internal/base/counter_random.h"
 #include "shardproof/base/check.h"
 #include "shardproof/base/dtypes.h"
 #include "shardproof/device/device.h"

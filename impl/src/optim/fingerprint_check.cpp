@@ -6,10 +6,10 @@
 #include <map>
 #include <optional>
 
-#include "device/flat_math.h"
+#include "internal/device/flat_math.h"
 #include "sharding/sharded_impl.h"
-#include "testing/base/call_label.h"
-#include "testing/device/fingerprint.h"
+#include "internal/base/call_label.h"
+#include "internal/device/fingerprint.h"
 
 namespace shardproof {
 namespace {

@@ -5,7 +5,7 @@
 
 #include "shardproof/base/check.h"
 #include "shardproof/optim/optimizer.h"
-#include "testing/device/exact_sum.h"
+#include "internal/device/exact_sum.h"
 
 namespace shardproof {
 namespace {

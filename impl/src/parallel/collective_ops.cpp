@@ -5,7 +5,7 @@
 
 #include <numeric>
 
-#include "nn/canonical/fixed_point.h"
+#include "internal/nn/canonical/fixed_point.h"
 #include "parallel/kept_group.h"
 #include "shardproof/algebra/layout.h"
 #include "shardproof/base/check.h"

@@ -23,7 +23,7 @@
 
 #include "sharding/memory_ledger.h"
 #include "sharding/saved_tensors.h"
-#include "testing/device/host_transfers.h"
+#include "internal/device/host_transfers.h"
 
 namespace shardproof {
 

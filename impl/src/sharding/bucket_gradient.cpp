@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <cmath>
 
-#include "device/flat_math.h"
+#include "internal/device/flat_math.h"
 #include "shardproof/base/check.h"
-#include "testing/base/call_label.h"
-#include "testing/device/streams.h"
+#include "internal/base/call_label.h"
+#include "internal/device/streams.h"
 
 namespace shardproof {
 

@@ -10,8 +10,8 @@
 #include "shardproof/base/check.h"
 #include "shardproof/device/device_graph.h"
 #include "shardproof/nn/meta_init.h"
-#include "testing/base/call_label.h"
-#include "testing/device/streams.h"
+#include "internal/base/call_label.h"
+#include "internal/device/streams.h"
 
 namespace shardproof {
 

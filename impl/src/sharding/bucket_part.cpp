@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include "device/flat_math.h"
+#include "internal/device/flat_math.h"
 #include "shardproof/base/check.h"
 
 namespace shardproof {

@@ -13,7 +13,7 @@
 #include "sharding/late_checks.h"
 #include "sharding/memory_ledger.h"
 #include "shardproof/comm/mesh_comm.h"
-#include "testing/device/host_transfers.h"
+#include "internal/device/host_transfers.h"
 
 namespace shardproof {
 

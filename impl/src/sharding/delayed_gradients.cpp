@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "shardproof/base/check.h"
-#include "testing/device/streams.h"
+#include "internal/device/streams.h"
 
 namespace shardproof {
 

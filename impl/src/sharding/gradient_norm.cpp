@@ -8,7 +8,7 @@
 #include "parallel/tensor/parallel_state.h"
 #include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"
-#include "testing/device/exact_sum.h"
+#include "internal/device/exact_sum.h"
 
 namespace shardproof {
 namespace {

@@ -5,7 +5,7 @@
 #include <set>
 
 #include "sharding/sharded_impl.h"
-#include "testing/base/call_label.h"
+#include "internal/base/call_label.h"
 
 namespace shardproof {
 namespace {

@@ -4,10 +4,10 @@
 
 #include <algorithm>
 
-#include "device/flat_math.h"
+#include "internal/device/flat_math.h"
 #include "sharding/memory_ledger.h"
 #include "shardproof/base/check.h"
-#include "testing/base/call_label.h"
+#include "internal/base/call_label.h"
 
 namespace shardproof {
 namespace {

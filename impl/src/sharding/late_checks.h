@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "shardproof/comm/comm.h"
-#include "testing/device/host_transfers.h"
+#include "internal/device/host_transfers.h"
 
 namespace shardproof {
 

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "shardproof/base/check.h"
-#include "testing/device/streams.h"
+#include "internal/device/streams.h"
 
 namespace shardproof {
 

@@ -6,7 +6,7 @@
 #include <optional>
 #include <utility>
 
-#include "device/flat_math.h"
+#include "internal/device/flat_math.h"
 #include "shardproof/base/check.h"
 #include "shardproof/base/dtypes.h"
 #include "shardproof/device/device.h"

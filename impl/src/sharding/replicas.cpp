@@ -8,7 +8,7 @@
 #include "parallel/tensor/parallel_state.h"
 #include "sharding/state_groups.h"
 #include "shardproof/base/check.h"
-#include "testing/base/call_label.h"
+#include "internal/base/call_label.h"
 
 namespace shardproof {
 namespace {

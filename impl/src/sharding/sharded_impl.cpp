@@ -15,7 +15,7 @@
 #include "shardproof/comm/comparing.h"
 #include "shardproof/nn/attention.h"
 #include "shardproof/parallel/experts/router.h"
-#include "testing/base/call_label.h"
+#include "internal/base/call_label.h"
 
 namespace shardproof {
 namespace {

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "hooks/attachments.h"
+#include "internal/hooks/attachments.h"
 #include "sharding/schedule.h"
 #include "sharding/unit.h"
 #include "shardproof/comm/mesh_comm.h"

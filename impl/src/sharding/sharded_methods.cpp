@@ -7,12 +7,12 @@
 #include <map>
 #include <set>
 
-#include "device/flat_math.h"
+#include "internal/device/flat_math.h"
 #include "sharding/gradient_norm.h"
 #include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"
 #include "shardproof/sharding/note.h"
-#include "testing/base/call_label.h"
+#include "internal/base/call_label.h"
 
 namespace shardproof {
 

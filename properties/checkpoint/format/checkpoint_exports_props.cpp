@@ -7,7 +7,7 @@
 #include "shardproof/checkpoint/format/pickle.h"
 #include "shardproof/checkpoint/format/safetensors.h"
 #include "shardproof/checkpoint/format/torch_file.h"
-#include "testing/checkpoint/format/zip_file.h"
+#include "internal/checkpoint/format/zip_file.h"
 
 namespace shardproof::checkpoint {
 namespace {

@@ -6,8 +6,8 @@
 #include "properties/kit/expect_error.h"
 #include "shardproof/checkpoint/format/pickle.h"
 #include "shardproof/checkpoint/format/tensor_entry.h"
-#include "testing/checkpoint/format/crc32.h"
-#include "testing/checkpoint/format/zip_file.h"
+#include "internal/checkpoint/format/crc32.h"
+#include "internal/checkpoint/format/zip_file.h"
 
 namespace shardproof::checkpoint {
 namespace {

@@ -19,7 +19,7 @@
 #include "shardproof/base/check.h"
 #include "shardproof/comm/capturable.h"
 #include "shardproof/device/device_graph.h"
-#include "testing/base/call_label.h"
+#include "internal/base/call_label.h"
 
 using namespace shardproof;
 using nccl_worlds::Arrangement;

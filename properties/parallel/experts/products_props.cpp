@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "properties/kit/bits.h"
-#include "testing/parallel/experts/products.h"
+#include "internal/parallel/experts/products.h"
 
 using namespace shardproof;
 using kit::same_bits;

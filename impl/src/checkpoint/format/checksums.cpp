@@ -4,7 +4,7 @@
 
 #include "checkpoint/format/json_text.h"
 #include "shardproof/base/check.h"
-#include "testing/checkpoint/format/crc32.h"
+#include "internal/checkpoint/format/crc32.h"
 
 namespace shardproof::checkpoint {
 namespace {

@@ -1,4 +1,4 @@
-#include "testing/checkpoint/format/crc32.h"
+#include "internal/checkpoint/format/crc32.h"
 
 #include <array>
 #include <cstring>

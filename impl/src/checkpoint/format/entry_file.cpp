@@ -3,7 +3,7 @@
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/dcp.h"
 #include "shardproof/checkpoint/format/tensor_entry.h"
-#include "testing/checkpoint/format/crc32.h"
+#include "internal/checkpoint/format/crc32.h"
 
 namespace shardproof::checkpoint {
 

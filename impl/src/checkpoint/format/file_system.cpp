@@ -15,7 +15,7 @@
 
 #include "checkpoint/format/cause.h"
 #include "shardproof/base/check.h"
-#include "testing/base/stream_copy.h"
+#include "internal/base/stream_copy.h"
 
 namespace shardproof::checkpoint {
 namespace {

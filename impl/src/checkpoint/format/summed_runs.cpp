@@ -4,7 +4,7 @@
 
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/checksums.h"
-#include "testing/checkpoint/format/crc32.h"
+#include "internal/checkpoint/format/crc32.h"
 
 namespace shardproof::checkpoint {
 

@@ -4,7 +4,7 @@
 
 #include "checkpoint/format/torch_pickles.h"
 #include "shardproof/base/check.h"
-#include "testing/checkpoint/format/zip_file.h"
+#include "internal/checkpoint/format/zip_file.h"
 
 namespace shardproof::checkpoint {
 namespace {

@@ -7,7 +7,7 @@
 #include "shardproof/algebra/layout.h"
 #include "shardproof/base/dtypes.h"
 #include "shardproof/checkpoint/format/pickle.h"
-#include "testing/checkpoint/format/zip_file.h"
+#include "internal/checkpoint/format/zip_file.h"
 
 namespace shardproof::checkpoint {
 

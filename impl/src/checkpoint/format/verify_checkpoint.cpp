@@ -9,8 +9,8 @@
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/checksums.h"
 #include "shardproof/checkpoint/format/tensor_entry.h"
-#include "testing/checkpoint/format/crc32.h"
-#include "testing/checkpoint/format/zip_file.h"
+#include "internal/checkpoint/format/crc32.h"
+#include "internal/checkpoint/format/zip_file.h"
 
 namespace shardproof::checkpoint {
 namespace {

@@ -15,7 +15,7 @@
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/safetensors.h"
 #include "shardproof/checkpoint/format/tensor_entry.h"
-#include "testing/checkpoint/format/zip_file.h"
+#include "internal/checkpoint/format/zip_file.h"
 
 namespace shardproof::checkpoint {
 namespace {

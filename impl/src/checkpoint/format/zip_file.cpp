@@ -1,11 +1,11 @@
-#include "testing/checkpoint/format/zip_file.h"
+#include "internal/checkpoint/format/zip_file.h"
 
 #include <algorithm>
 #include <set>
 
 #include "checkpoint/format/zip_format.h"
 #include "shardproof/base/check.h"
-#include "testing/checkpoint/format/crc32.h"
+#include "internal/checkpoint/format/crc32.h"
 
 namespace shardproof::checkpoint {
 namespace {

@@ -1,7 +1,7 @@
 #include "checkpoint/format/zip_format.h"
 #include "shardproof/base/check.h"
-#include "testing/checkpoint/format/crc32.h"
-#include "testing/checkpoint/format/zip_file.h"
+#include "internal/checkpoint/format/crc32.h"
+#include "internal/checkpoint/format/zip_file.h"
 
 namespace shardproof::checkpoint {
 namespace {

@@ -15,8 +15,8 @@
 #include "shardproof/base/dtypes.h"
 #include "shardproof/comm/c10d/c10d.h"
 #include "shardproof/device/device.h"
-#include "testing/comm/collective_plan.h"
-#include "testing/device/streams.h"
+#include "internal/comm/collective_plan.h"
+#include "internal/device/streams.h"
 
 // Newer torch has new names for some collectives. The old ones, which torch 2.11 has, do the same there.
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"

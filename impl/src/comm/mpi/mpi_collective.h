@@ -5,7 +5,7 @@
 
 #include "comm/finished_sum.h"
 #include "comm/mpi/mpi_operation.h"
-#include "testing/comm/collective_plan.h"
+#include "internal/comm/collective_plan.h"
 
 namespace shardproof::mpi {
 

@@ -6,10 +6,10 @@
 #include <algorithm>
 #include <cstring>
 
-#include "base/disk_work.h"
+#include "internal/base/disk_work.h"
 #include "comm/mpi/mpi_start.h"
 #include "shardproof/base/check.h"
-#include "testing/base/call_label.h"
+#include "internal/base/call_label.h"
 
 namespace shardproof::mpi {
 namespace {

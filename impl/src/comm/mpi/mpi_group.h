@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "comm/mpi/mpi_wire.h"
-#include "testing/comm/flight_record.h"
+#include "internal/comm/flight_record.h"
 
 namespace shardproof::mpi {
 

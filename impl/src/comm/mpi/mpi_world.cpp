@@ -6,7 +6,7 @@
 #include "comm/mpi/mpi_comm.h"
 #include "comm/process/engine.h"
 #include "shardproof/comm/mpi/mpi.h"
-#include "testing/base/call_label.h"
+#include "internal/base/call_label.h"
 
 namespace shardproof {
 bool mpi_available() {

@@ -9,7 +9,7 @@
 #include "comm/split_group.h"
 #include "shardproof/base/check.h"
 #include "shardproof/device/device_graph.h"
-#include "testing/device/streams.h"
+#include "internal/device/streams.h"
 
 namespace shardproof::nccl {
 namespace {

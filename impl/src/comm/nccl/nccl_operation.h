@@ -11,7 +11,7 @@
 #include "comm/nccl/nccl_group.h"
 #include "comm/process/engine.h"
 #include "shardproof/comm/nccl/nccl.h"
-#include "testing/comm/collective_plan.h"
+#include "internal/comm/collective_plan.h"
 
 namespace shardproof::nccl {
 

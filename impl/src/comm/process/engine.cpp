@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "testing/base/call_label.h"
-#include "testing/comm/flight_call.h"
+#include "internal/base/call_label.h"
+#include "internal/comm/flight_call.h"
 
 namespace shardproof::process {
 

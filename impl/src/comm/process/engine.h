@@ -14,7 +14,7 @@
 
 #include "comm/process/body_ending.h"
 #include "shardproof/comm/comm.h"
-#include "testing/comm/flight_record.h"
+#include "internal/comm/flight_record.h"
 
 namespace shardproof::process {
 

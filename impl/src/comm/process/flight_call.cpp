@@ -1,4 +1,4 @@
-#include "testing/comm/flight_call.h"
+#include "internal/comm/flight_call.h"
 
 #include <ATen/core/Tensor.h>
 

@@ -1,4 +1,4 @@
-#include "testing/comm/flight_record.h"
+#include "internal/comm/flight_record.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

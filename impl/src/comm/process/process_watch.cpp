@@ -16,7 +16,7 @@
 #include <utility>
 
 #include "shardproof/base/check.h"
-#include "testing/comm/watch_sockets.h"
+#include "internal/comm/watch_sockets.h"
 
 namespace shardproof {
 namespace {

@@ -1,4 +1,4 @@
-#include "testing/comm/watch_sockets.h"
+#include "internal/comm/watch_sockets.h"
 
 #include <arpa/inet.h>
 #include <fcntl.h>

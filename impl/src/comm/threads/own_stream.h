@@ -3,7 +3,7 @@
 
 #include <c10/core/AutogradState.h>
 
-#include "testing/device/streams.h"
+#include "internal/device/streams.h"
 
 namespace shardproof::threads {
 

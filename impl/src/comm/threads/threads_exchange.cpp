@@ -6,7 +6,7 @@
 #include "comm/finished_sum.h"
 #include "shardproof/base/dtypes.h"
 #include "shardproof/device/device.h"
-#include "testing/base/stream_copy.h"
+#include "internal/base/stream_copy.h"
 
 namespace shardproof::threads {
 namespace {

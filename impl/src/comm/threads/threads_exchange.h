@@ -12,7 +12,7 @@
 
 #include "shardproof/comm/comm.h"
 #include "shardproof/device/device_math.h"
-#include "testing/comm/collective_plan.h"
+#include "internal/comm/collective_plan.h"
 
 namespace shardproof::threads {
 

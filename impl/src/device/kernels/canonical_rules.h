@@ -5,7 +5,7 @@
 #include <cmath>
 #include <limits>
 
-#include "base/fixed_terms.h"
+#include "internal/base/fixed_terms.h"
 #include "device/kernels/curves.h"
 #include "device/kernels/elements.h"
 #include "shardproof/device/model_math.h"

@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "base/fixed_terms.h"
+#include "internal/base/fixed_terms.h"
 #include "device/kernels/product_tiles.h"
-#include "testing/device/product_variants.h"
+#include "internal/device/product_variants.h"
 
 namespace shardproof::cpu_product {
 namespace {

@@ -1,7 +1,7 @@
 // The curves of canonical arithmetic (device/kernels/curves.h) as rules, an element a pack.
 #pragma once
 
-#include "base/fixed_terms.h"
+#include "internal/base/fixed_terms.h"
 #include "device/kernels/curves.h"
 #include "device/kernels/elements.h"
 

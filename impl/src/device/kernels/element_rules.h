@@ -5,7 +5,7 @@
 #include <cmath>
 #include <type_traits>
 
-#include "base/counter_random.h"
+#include "internal/base/counter_random.h"
 #include "device/kernels/elements.h"
 #include "shardproof/device/model_math.h"
 

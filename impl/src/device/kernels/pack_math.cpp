@@ -1,7 +1,7 @@
 // The kernels' source once more, compiled for the CPU as a GPU has it.
 #define SHARD_TWIN
 
-#include "testing/device/pack_math.h"
+#include "internal/device/pack_math.h"
 
 #include <array>
 #include <memory>

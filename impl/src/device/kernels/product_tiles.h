@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "base/fixed_terms.h"
+#include "internal/base/fixed_terms.h"
 #include "device/kernels/instructions.h"
 
 #ifdef SHARD_X86

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "nn/canonical/canonical_blocks.h"
-#include "nn/canonical/fixed_point.h"
+#include "internal/nn/canonical/canonical_blocks.h"
+#include "internal/nn/canonical/fixed_point.h"
 #include "shardproof/base/check.h"
 #include "shardproof/nn/canonical/canonical.h"
 

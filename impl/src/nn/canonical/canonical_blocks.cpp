@@ -1,4 +1,4 @@
-#include "nn/canonical/canonical_blocks.h"
+#include "internal/nn/canonical/canonical_blocks.h"
 
 #include <ATen/ATen.h>
 

@@ -1,8 +1,8 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "device/matrix.h"
-#include "nn/canonical/fixed_point.h"
+#include "internal/device/matrix.h"
+#include "internal/nn/canonical/fixed_point.h"
 #include "shardproof/base/check.h"
 #include "shardproof/nn/canonical/canonical.h"
 

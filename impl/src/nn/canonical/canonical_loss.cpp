@@ -4,7 +4,7 @@
 #include <cmath>
 #include <limits>
 
-#include "nn/canonical/fixed_point.h"
+#include "internal/nn/canonical/fixed_point.h"
 #include "shardproof/algebra/layout.h"
 #include "shardproof/base/check.h"
 #include "shardproof/device/device.h"

@@ -1,7 +1,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "nn/canonical/fixed_point.h"
+#include "internal/nn/canonical/fixed_point.h"
 #include "shardproof/base/check.h"
 #include "shardproof/device/device.h"
 #include "shardproof/device/model_math.h"

@@ -1,4 +1,4 @@
-#include "nn/canonical/fixed_point.h"
+#include "internal/nn/canonical/fixed_point.h"
 
 #include <ATen/ATen.h>
 

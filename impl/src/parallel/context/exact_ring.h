@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "nn/canonical/canonical_blocks.h"
+#include "internal/nn/canonical/canonical_blocks.h"
 #include "parallel/context/ring.h"
 #include "shardproof/algebra/context_cut.h"
 #include "shardproof/comm/comm.h"

@@ -11,7 +11,7 @@
 #include "shardproof/algebra/split.h"
 #include "shardproof/base/check.h"
 #include "shardproof/hooks/unit.h"
-#include "testing/parallel/experts/products.h"
+#include "internal/parallel/experts/products.h"
 
 namespace shardproof {
 namespace {

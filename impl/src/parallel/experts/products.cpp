@@ -1,4 +1,4 @@
-#include "testing/parallel/experts/products.h"
+#include "internal/parallel/experts/products.h"
 
 #include <ATen/ATen.h>
 #include <ATen/ops/_grouped_mm.h>
@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "device/matrix.h"
+#include "internal/device/matrix.h"
 #include "shardproof/nn/gradient_place.h"
 
 namespace shardproof {

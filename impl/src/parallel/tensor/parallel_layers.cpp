@@ -6,7 +6,7 @@
 
 #include <limits>
 
-#include "device/matrix.h"
+#include "internal/device/matrix.h"
 #include "shardproof/algebra/layout.h"
 #include "shardproof/base/check.h"
 #include "shardproof/nn/gradient_place.h"

@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <optional>
 
-#include "device/matrix.h"
-#include "nn/canonical/fixed_point.h"
+#include "internal/device/matrix.h"
+#include "internal/nn/canonical/fixed_point.h"
 #include "parallel/kept_group.h"
 #include "shardproof/algebra/layout.h"
 #include "shardproof/base/check.h"

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "hooks/attachments.h"
+#include "internal/hooks/attachments.h"
 #include "shardproof/algebra/axes.h"
 #include "shardproof/comm/mesh_comm.h"
 #include "shardproof/hooks/unit.h"

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <string>
 
-#include "base/fixed_terms.h"
+#include "internal/base/fixed_terms.h"
 
 namespace shardproof::fixed {
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "base/on_device.h"
+#include "internal/base/on_device.h"
 
 namespace shardproof {
 

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "base/on_device.h"
+#include "internal/base/on_device.h"
 
 namespace shardproof::fixed {
 

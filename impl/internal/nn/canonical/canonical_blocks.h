@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "nn/canonical/fixed_point.h"
+#include "internal/nn/canonical/fixed_point.h"
 #include "shardproof/device/model_math.h"
 
 namespace shardproof::canonical_blocks {

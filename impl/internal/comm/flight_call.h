@@ -5,7 +5,7 @@
 #include <string>
 
 #include "shardproof/comm/comm.h"
-#include "testing/comm/flight_record.h"
+#include "internal/comm/flight_record.h"
 
 namespace shardproof {
 
