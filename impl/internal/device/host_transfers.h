@@ -20,6 +20,8 @@ class HostTransfer {
  public:
   // Returns when the copy is over. Until then the host must neither read nor write its memory.
   void wait() const;
+  // Somebody has waited for it, or there was none.
+  bool is_over() const;
   // What the current stream is given from now on comes after the copy, and the host goes on. The transfer lets go of the
   // device's memory, and of the host's when the copy is over. On the CPU it is `wait`.
   void order() const;

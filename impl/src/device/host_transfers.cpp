@@ -61,6 +61,8 @@ void HostTransfer::wait() const {
   if (flight_) flight_->wait();
 }
 
+bool HostTransfer::is_over() const { return !flight_ || flight_->copies.empty(); }
+
 void HostTransfer::order() const {
   if (flight_) flight_->order();
 }

@@ -25,7 +25,7 @@ BucketParameters::BucketParameters(const BucketContext& context, const Initializ
   } else {
     fill_from_values();
   }
-  if (rules_.offload) rounded_.copy_(own_part());  // padding and all
+  if (rounded_.defined()) round_main_into(rounded_);  // padding and all
   unpack_updated();
   if (frees_compute())
     unreadable_ = unreadable_parameters("is sharded and has no data here. It is whole only while its unit runs");
@@ -88,7 +88,7 @@ void BucketParameters::allocate_parameters() {
     parameter_ = gathered_;
     return;
   }
-  if (rests_as_main()) return;
+  if (encoding_ == Encoding::when_sent) return;
   // What is gathered from and what is gathered into are registered together, or both are not.
   Comm& group = comms_->along(layout_.unshard().axes);
   parameter_ = memory_->allocate_of(group, Op::all_gather, MemoryKind::parameter, own.size(), rules_.compute);
@@ -97,11 +97,10 @@ void BucketParameters::allocate_parameters() {
 
 void BucketParameters::allocate_main() {
   const int64_t size = layout_.state().size();
-  const bool rounds = rules_.main != rules_.compute;
   const auto allocate = [&](at::ScalarType dtype) { return memory_->allocate(MemoryKind::parameter, size, dtype, place()); };
-  main_ = rounds || rules_.offload ? allocate(rules_.main) : own_part();
-  if (rests_as_main()) return;
-  rounded_ = !rules_.offload ? own_part() : rounds ? allocate(rules_.compute) : main_;
+  main_ = encoding_ == Encoding::plain ? own_part() : allocate(rules_.main);
+  if (encoding_ == Encoding::beside && rules_.main != rules_.compute)
+    rounded_ = rules_.offload ? allocate(rules_.compute) : own_part();
 }
 
 void BucketParameters::fill_from_values() {
@@ -114,7 +113,7 @@ void BucketParameters::fill_from_values() {
     for (const std::string& axis : rules_.sum_axes) comms_->along({axis}).broadcast(whole, 0).wait();
   whole = packed(whole, MemoryKind::parameter);
   const auto part = [&](const LocalView& view) { return whole.narrow(0, view.interval.begin, view.size()); };
-  if (!rests_as_main()) parameter_.copy_(part(layout_.parameter()));
+  if (encoding_ != Encoding::when_sent) parameter_.copy_(part(layout_.parameter()));
   main_.copy_(part(layout_.state()));
 }
 
@@ -141,8 +140,8 @@ void BucketParameters::fill_from_initializer(const Initializer& initialize) {
             .copy_(rows.narrow(1, segment.run.begin - first.run.begin, segment.run.size()));
     }
   };
-  if (!rests_as_main()) fill(layout_.parameter(), parameter_);
-  if (rules_.main != rules_.compute || rules_.offload) fill(layout_.state(), main_);
+  if (encoding_ != Encoding::when_sent) fill(layout_.parameter(), parameter_);
+  if (encoding_ != Encoding::plain) fill(layout_.state(), main_);
   for (const at::Tensor& view : views_) materialize(view, memory_->device());
 }
 
@@ -150,18 +149,25 @@ void BucketParameters::point_parameters_at(const std::vector<at::Tensor>& data) 
   for (size_t i = 0; i < views_.size(); ++i) point_at(views_[i], data[i]);
 }
 
-bool BucketParameters::rests_as_main() const {
+Encoding BucketParameters::choose_encoding() const {
+  if (rules_.offload) return Encoding::beside;
+  if (rules_.main == rules_.compute) return Encoding::plain;
   const bool is_own = frees_compute() && layout_.all_gather_updated().step == Step::none;
-  return is_own && rules_.main != rules_.compute && !rules_.offload;
+  return is_own ? Encoding::when_sent : Encoding::beside;
+}
+
+// The one place that rounds them, besides rules that do so as they update them.
+at::Tensor BucketParameters::round_main_into(const at::Tensor& place) const {
+  const at::NoGradGuard no_grad;
+  return place.copy_(main());
 }
 
 // What this rank gives to a gather. `gathered` has its memory already.
 at::Tensor BucketParameters::to_gather() const {
-  if (kept_.defined()) return kept_;
-  if (!rests_as_main()) return parameter_;
-  const at::NoGradGuard no_grad;
+  if (kept_) return kept_->part;
+  if (encoding_ != Encoding::when_sent) return parameter_;
   const LocalView& own = layout_.parameter();
-  return part_of(gathered_, own.interval.begin, {own.size()}).copy_(main_);
+  return round_main_into(part_of(gathered_, own.interval.begin, {own.size()}));
 }
 
 at::Tensor BucketParameters::own_part() const {
@@ -192,7 +198,7 @@ void BucketParameters::require_own() const {
                   "the module, and training would not follow. Give it values by write_parameters or load_state_dict of the "
                   "sharded model, and cast or move a module before it is sharded",
                   label_, layout_.rank(), layout_.members()[i].name);
-  const bool optimizer_sees = !frees_compute() && rules_.main == rules_.compute && !rules_.offload && !layout_.is_interleaved();
+  const bool optimizer_sees = encoding_ == Encoding::plain && !frees_compute() && !layout_.is_interleaved();
   SHARD_REQUIRE(optimizer_sees || versions() == versions_, "bucket",
                 "{} (rank {}): {} or a parameter beside it was changed in place after it was sharded, and the optimizer works "
                 "on a copy that does not follow. Give it values by write_parameters or load_state_dict of the sharded model",
@@ -206,23 +212,25 @@ bool BucketParameters::start_unshard() {
   const CallLabel label(label_, which);
   if (frees_compute()) await_updated();
   residency_ = Residency::gathering;
-  if (side_by_side() && std::exchange(neighbours_write_, false)) {
+  if (side_by_side() && updated_ != Updated::met) {
     await_updated();  // neighbours that pass the barrier read what this gather brings
     unshard_work_ = comms_->along(layout_.unshard().axes).barrier();
+    updated_ = Updated::met;
   }
   if (!frees_compute()) return false;
-  Comm& group = kept_.defined() ? *kept_group_ : comms_->along(layout_.unshard().axes);
-  restore_storage(gathered_, *memory_, MemoryKind::gathered, kept_.defined() ? nullptr : &group);
+  Comm& group = kept_ ? *kept_->group : comms_->along(layout_.unshard().axes);
+  restore_storage(gathered_, *memory_, MemoryKind::gathered, kept_ ? nullptr : &group);
   unshard_work_ = group.all_gather(gathered_, to_gather());
   const Mesh& mesh = comms_->mesh();
   return group.size() > 1 && !(mesh.has(axes::dp_replicate) && mesh.size(axes::dp_replicate) > 1);
 }
 
 void BucketParameters::finish_unshard() {
-  // On another stream than the first, too, they are used once they are there.
+  const Awaited now{current_stream(memory_->device()), is_capturing() ? Awaited::In::capture : Awaited::In::steps};
+  // On another stream than the first, too, they are used once they are there. What was whole before a capture is there: the
+  // capture has waited for the device.
   if (residency_ == Residency::whole) {
-    // What was whole before a capture is there: the capture has waited for the device, and knows no events from outside.
-    if (whole_in_capture_ == is_capturing()) order_streams(*whole_on_, current_stream(memory_->device()));
+    if (awaited_->in == now.in) order_streams(awaited_->on, now.on);
     return;
   }
   SHARD_CHECK(residency_ == Residency::gathering, "bucket", "{}: a gather of {} is awaited that was not started", label_,
@@ -235,8 +243,7 @@ void BucketParameters::finish_unshard() {
     release_storage(gathered_);
   }
   residency_ = Residency::whole;
-  whole_on_ = current_stream(memory_->device());
-  whole_in_capture_ = is_capturing();
+  awaited_ = now;
   if (!frees_compute()) return;
   kept_.reset();
   point_parameters_at(readable_);
@@ -288,41 +295,47 @@ void BucketParameters::keep(Comm& group, Interval part) {
   kept.copy_(packed(compute_, MemoryKind::gathered).narrow(0, part.begin, part.size()));
   reshard();
   residency_ = Residency::kept;
-  kept_ = kept;
-  kept_group_ = &group;
+  kept_ = Kept{kept, &group};
 }
 
-void BucketParameters::await_updated() const {
-  if (!std::exchange(updates_, false)) return;
+void BucketParameters::await_updated() {
+  if (!arrives()) return;
+  const Updated before = std::exchange(updated_, Updated::written);
   update_work_.wait();
   unpack_updated();
-  if (std::exchange(is_hidden_, false)) point_parameters_at(readable_);
+  if (before == Updated::hidden) point_parameters_at(readable_);
 }
 
-void BucketParameters::unpack_updated() const {
+void BucketParameters::await_main() {
+  await_updated();
+  upload_.wait();
+}
+
+void BucketParameters::unpack_updated() {
   if (layout_.is_interleaved() && !frees_compute()) layout_.unpack(gathered_, compute_);
 }
 
 void BucketParameters::end_update() {
   if (rules_.publish == Publish::in_step) return await_updated();
-  if (!updates_ || unreadable_.empty() || frees_compute()) return;
+  if (!arrives() || unreadable_.empty() || frees_compute()) return;
   point_parameters_at(unreadable_);
-  is_hidden_ = true;
+  updated_ = Updated::hidden;
 }
 
 const at::Tensor& BucketParameters::parameter() const {
-  await_updated();
+  SHARD_CHECK(!arrives(), "bucket", "{}: {} is read while its update is under way", label_, first_name());
   return parameter_;
 }
 
 int64_t BucketParameters::resting_bytes() const {
-  return static_cast<int64_t>((rests_as_main() ? main_ : parameter_).nbytes());
+  return static_cast<int64_t>((encoding_ == Encoding::when_sent ? main_ : parameter_).nbytes());
 }
 
 std::vector<Shard> BucketParameters::shards() const {
-  if (rests_as_main()) return layout_.shards(layout_.parameter(), main_.to(rules_.compute));
-  if (!layout_.is_interleaved() || frees_compute()) return layout_.shards(layout_.parameter(), parameter());
-  await_updated();
+  const at::Tensor& held = parameter();
+  if (encoding_ == Encoding::when_sent)
+    return layout_.shards(layout_.parameter(), round_main_into(at::empty_like(main_, rules_.compute)));
+  if (!layout_.is_interleaved() || frees_compute()) return layout_.shards(layout_.parameter(), held);
   std::vector<Shard> shards;
   for (const BucketParameter& member : layout_.members())
     shards.push_back({member.name, member.whole, layout_.placement(member, layout_.parameter()),
@@ -331,15 +344,12 @@ std::vector<Shard> BucketParameters::shards() const {
 }
 
 const at::Tensor& BucketParameters::main() const {
-  await_updated();
-  upload_.wait();
+  SHARD_CHECK(!arrives() && upload_.is_over(), "bucket", "{}: main parameters of {} are used while their update is under way",
+              label_, first_name());
   return main_;
 }
 
-const at::Tensor& BucketParameters::rounded() const {
-  await_updated();
-  return rounded_;
-}
+const at::Tensor& BucketParameters::rounded() const { return rounded_; }
 
 at::Tensor BucketParameters::allocate_state(int64_t numel) const {
   return memory_->allocate(MemoryKind::optimizer, numel, rules_.main, place());
@@ -350,30 +360,29 @@ at::Tensor BucketParameters::adopt_state(const at::Tensor& values) const {
 }
 
 void BucketParameters::write_own_part(bool is_rounded) {
-  if (rests_as_main()) return check_padding(layout_.state(), main_, "parameter");
-  if (rules_.main != rules_.compute && !is_rounded) rounded_.copy_(main());
-  check_padding(layout_.state(), rounded_, "parameter");
-  if (rules_.offload) upload_ = transfers_->upload(own_part(), rounded_);
+  if (rounded_.defined() && !is_rounded) round_main_into(rounded_);
+  const at::Tensor& updated = rounded_.defined() ? rounded_ : main_;
+  check_padding(layout_.state(), updated, "parameter");
+  if (rules_.offload) upload_ = transfers_->upload(own_part(), updated);
 }
 
 void BucketParameters::mark_changed() {
   // Raw writes are invisible to autograd: say that the values changed, so that a graph from before the step is refused.
   for (const at::Tensor& view : views_) view.unsafeGetTensorImpl()->bump_version();
   versions_ += std::ssize(views_);
-  neighbours_write_ = true;
+  updated_ = Updated::written;
 }
 
 void BucketParameters::all_gather_updated(bool is_rounded) {
   at::NoGradGuard no_grad;
-  await_updated();
+  await_main();
   write_own_part(is_rounded);
-  if (layout_.all_gather_updated().step == Step::all_gather) {
-    const std::string which = occasion("gather after the update");
-    const CallLabel label(label_, which);
-    update_work_ = comms_->along(layout_.all_gather_updated().axes).all_gather(parameter_, own_part());
-    updates_ = true;
-  }
   mark_changed();
+  if (layout_.all_gather_updated().step != Step::all_gather) return;
+  const std::string which = occasion("gather after the update");
+  const CallLabel label(label_, which);
+  update_work_ = comms_->along(layout_.all_gather_updated().axes).all_gather(parameter_, own_part());
+  updated_ = Updated::arriving;
 }
 
 void BucketParameters::put_back(const at::Tensor& parameter) {

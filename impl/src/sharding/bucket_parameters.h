@@ -13,12 +13,11 @@
 // Buffers by name: `compute` all of the bucket's parameters, which are views of it; `gathered` the whole bucket, which is the
 // same memory unless the bucket is interleaved: then it lives from a gather to its copy, or always where the strategy keeps
 // parameters whole; `parameter` what rests between steps in the compute dtype (part of `gathered` unless the strategy shards
-// it); `main` what the optimizer updates (part of `parameter` unless its dtype or place differs); `rounded` the same in the
-// compute dtype; `kept` what stays of `gathered` between forward and backward where that is neither all nor nothing. With
-// Offload, main and rounded are in the host's memory.
+// it); `main` what the optimizer updates; `rounded` the same in the compute dtype, where main has a dtype of its own; `kept`
+// what stays of `gathered` between forward and backward where that is neither all nor nothing. With Offload, main and rounded
+// are in the host's memory.
 //
-// Where main has a dtype of its own and is all of the bucket that this rank gives to a gather, it alone rests: `parameter` and
-// `rounded` are undefined, and each gather rounds main into this rank's place of `gathered`.
+// Getters wait for nothing. Whoever reads values behind an update awaits them first, or a check says so.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,6 +33,14 @@ namespace shardproof {
 
 enum class Residency { sharded, kept, gathering, whole };
 
+// How main parameters are kept beside those that units compute with.
+enum class Encoding {
+  plain,     // not at all: main is a part of `parameter`
+  beside,    // main has a dtype or place of its own, and `parameter` holds what it is in the compute dtype
+  when_sent  // main has a dtype of its own, is all that this rank gives to a gather, and rests alone: `parameter` is undefined,
+             // and each gather rounds main into this rank's place of `gathered`
+};
+
 class BucketParameters : private BucketPart {
  public:
   // Copies the parameters' values into the buffers, or fills those of meta parameters, and turns the parameters into views.
@@ -43,6 +50,7 @@ class BucketParameters : private BucketPart {
   BucketParameters(const BucketParameters&) = delete;
 
   Residency residency() const { return residency_; }
+  Encoding encoding() const { return encoding_; }
 
   // The whole bucket, gathered. `start` allocates and returns at once. Nothing when already there. Returns whether all ranks of
   // the mesh have to gather, too; replicas need not.
@@ -63,15 +71,17 @@ class BucketParameters : private BucketPart {
   bool side_by_side() const { return layout_.unshard().step != Step::none && rules_.gather == Gather::side_by_side; }
   int64_t compute_bytes() const;
 
-  // These wait for what all_gather_updated started.
+  // Waits for what all_gather_updated started. Then parameters may be read.
+  void await_updated();
+  // Waits until the device has the values from before, too, where main() is on the host. Then that may be read and written.
+  void await_main();
   const at::Tensor& parameter() const;
   int64_t resting_bytes() const;  // of `parameter`, or of `main` where it alone rests
-  // Each parameter in the compute dtype. Where units find it, if the strategy keeps parameters whole; copies, where main alone
-  // rests, or where the strategy keeps more of an interleaved bucket than it updates, but not all.
+  // Each parameter in the compute dtype. Where units find it, if the strategy keeps parameters whole; copies, with
+  // Encoding::when_sent, or where the strategy keeps more of an interleaved bucket than it updates, but not all.
   std::vector<Shard> shards() const;
-  // To be written, too. Offloaded, it waits until the device has the values from before.
   const at::Tensor& main() const;
-  // Where main() in the compute dtype goes; undefined where main() alone rests.
+  // Where main() goes in the compute dtype; undefined where it has that dtype, or is rounded when it is sent.
   const at::Tensor& rounded() const;
   // Memory for the optimizer's state of so many elements, where main() is.
   at::Tensor allocate_state(int64_t numel) const;
@@ -88,13 +98,14 @@ class BucketParameters : private BucketPart {
 
  private:
   int64_t versions() const;
-  bool rests_as_main() const;
+  Encoding choose_encoding() const;
+  at::Tensor round_main_into(const at::Tensor& place) const;
   at::Tensor to_gather() const;
   void write_own_part(bool is_rounded);
   void mark_changed();
-  void await_updated() const;
+  bool arrives() const { return updated_ == Updated::arriving || updated_ == Updated::hidden; }
   // Of an interleaved bucket that stays gathered: what was written to `gathered` gets where units compute.
-  void unpack_updated() const;
+  void unpack_updated();
   std::vector<at::Tensor> unreadable_parameters(const std::string& why) const;
   Comm& neighbours(int64_t ranks) const;
   void keep(Comm& group, Interval part);
@@ -105,20 +116,36 @@ class BucketParameters : private BucketPart {
   void fill_from_initializer(const Initializer& initialize);
   void point_parameters_at(const std::vector<at::Tensor>& data) const;
 
+  // How far the last update is.
+  enum class Updated {
+    met,       // it is over, and so it is for the neighbours whose parts lie side by side with this rank's
+    written,   // it is over on this rank; neighbours may still write
+    arriving,  // the parts of other ranks are under way into `parameter`
+    hidden     // the same, and until somebody waits the module's parameters are unreadable
+  };
+  // Who has waited for a gather. A capture knows no events from outside of it.
+  struct Awaited {
+    enum class In { steps, capture };
+    c10::Stream on;
+    In in;
+  };
+  struct Kept {
+    at::Tensor part;
+    Comm* group;  // which has all of it between its ranks
+  };
+
+  const Encoding encoding_ = choose_encoding();
   Residency residency_ = Residency::sharded;
   std::vector<at::Tensor> readable_;    // what the parameters are while the bucket is whole: views of compute_
   std::vector<at::Tensor> unreadable_;  // what they are while it is not
   Work unshard_work_;
-  std::optional<c10::Stream> whole_on_;  // waited for the gather
-  bool whole_in_capture_ = false;
-  mutable Work update_work_;            // of the gather of updated values into parameter_
-  mutable bool updates_ = false;        // nobody has waited for it yet
-  mutable bool is_hidden_ = false;      // and until then the module's parameters are unreadable
-  at::Tensor compute_, gathered_, parameter_, main_, rounded_, kept_;
-  HostTransfer upload_;  // of parameters, to the device
-  Comm* kept_group_ = nullptr;  // which has what was kept between its ranks
+  std::optional<Awaited> awaited_;  // the last gather
+  Updated updated_ = Updated::written;
+  Work update_work_;  // the gather of updated values into parameter_
+  at::Tensor compute_, gathered_, parameter_, main_, rounded_;
+  std::optional<Kept> kept_;
+  HostTransfer upload_;   // of parameters, to the device
   int64_t versions_ = 0;  // of the parameters, as autograd counts changes
-  bool neighbours_write_ = true;  // side by side: no collective since parameters were written
 };
 
 }  // namespace shardproof

@@ -123,8 +123,8 @@ void Sharded::Impl::finish_reads() {
 void Sharded::Impl::begin_update() {
   finish_reads();
   bool neighbours_read = false;
-  for (const Bucket* bucket : schedule.buckets()) {
-    bucket->parameters.main();  // the device may still be fetching them
+  for (Bucket* bucket : schedule.buckets()) {
+    bucket->parameters.await_main();  // the device may still be fetching them
     neighbours_read |= bucket->parameters.side_by_side();
   }
   if (!neighbours_read) return;

@@ -45,6 +45,7 @@ struct Sharded::Impl {
   c10::Device state_device() const { return options.offload == Offload::none ? device() : c10::Device(at::kCPU); }
   Unit& unit(const std::string& name) const;
   // What this rank holds between steps of every parameter; of gradients, of those that are final and whose parameters train.
+  // Waits until it is there.
   enum class Kind { parameter, main, gradient };
   std::vector<Shard> shards(Kind kind) const;
   std::vector<Piece> pieces(Kind kind) const;

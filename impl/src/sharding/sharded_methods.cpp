@@ -127,10 +127,12 @@ bool Sharded::gradients_are_finite() {
 
 std::vector<Shard> Sharded::Impl::shards(Kind kind) const {
   std::vector<Shard> all;
-  for (const Bucket* bucket : schedule.buckets()) {
+  for (Bucket* bucket : schedule.buckets()) {
     const BucketLayout& layout = bucket->layout();
     if (kind != Kind::gradient) bucket->parameters.require_own();
     if (kind == Kind::gradient && !bucket->gradient.final()) continue;
+    if (kind == Kind::parameter) bucket->parameters.await_updated();
+    if (kind == Kind::main) bucket->parameters.await_main();
     std::vector<Shard> own = kind == Kind::parameter ? bucket->parameters.shards()
                              : kind == Kind::main    ? layout.shards(layout.state(), bucket->parameters.main())
                                                      : layout.shards(layout.state(), bucket->gradient.values());
