@@ -30,6 +30,7 @@ class Scope:
     name: str
     first: int  # number of the line, from 0
     end: int
+    body: tuple = ()  # of a function of C++ that lies in no other: where what is between its braces begins and ends
 
 
 @dataclasses.dataclass
@@ -101,7 +102,7 @@ def scopes_of_python(text):
 @functools.cache
 def scopes_of_cpp(text):
     code = QUIET.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
-    found, outer = [], []  # outer: of each open brace the name, whether it holds functions, and the place where it begins
+    found, outer = [], []  # outer: of each open brace the name, whether it holds functions, where it begins, and its own place
     begin = brackets = 0
     for match in re.finditer(r"[{}();]", code):
         sign, place = match[0], match.start()
@@ -112,12 +113,13 @@ def scopes_of_cpp(text):
             name, holds = heading(code[begin:place]) if outside else ("", False)
             if name and outer and outer[-1][0]:
                 name = outer[-1][0] + "::" + name
-            outer.append((name, holds, begin + len(code[begin:]) - len(code[begin:].lstrip())))
+            outer.append((name, holds, begin + len(code[begin:]) - len(code[begin:].lstrip()), place))
             begin = place + 1
         elif sign == "}" and outer:
-            name, _, start = outer.pop()
+            name, holds, start, brace = outer.pop()
             if name:
-                found.append(Scope(name, code.count("\n", 0, start), code.count("\n", 0, place) + 1))
+                body = () if holds else (brace + 1, place)
+                found.append(Scope(name, code.count("\n", 0, start), code.count("\n", 0, place) + 1, body))
             begin = place + 1
         elif sign == ";":
             begin = place + 1

@@ -1,6 +1,6 @@
 """What ci/faults and ci/mutants share: a scratch copy of the tree, in which bugs are planted, built and looked for."""
+import copy
 import dataclasses
-import filecmp
 import json
 import os
 import re
@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -20,6 +21,12 @@ ALONE = ("shardproof", "shardproof_algebra", "shardproof_formats", "shardproof_m
 
 class Trouble(Exception):
     """Ends this bug, or the whole run, with exit code 2."""
+
+
+class DoesNotBuild(Trouble):
+    def __init__(self, text, output):
+        super().__init__(text)
+        self.output = output
 
 
 @dataclasses.dataclass
@@ -40,10 +47,16 @@ def source_files(root):
             yield os.path.relpath(os.path.join(folder, name), root)
 
 
-def run(command, cwd, seconds_max=None):
+RUNNING, INTERRUPTED = set(), threading.Event()
+
+
+def run(command, cwd, seconds_max=None, environment=None):
     """Exit code (None when the time was up) and output of a command, which ends with all its children."""
-    process = subprocess.Popen(command, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+    if INTERRUPTED.is_set():
+        raise Trouble("the run was interrupted")
+    process = subprocess.Popen(command, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment,
                                stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True)
+    RUNNING.add(process)
     try:
         output, _ = process.communicate(timeout=seconds_max)
         return process.returncode, output
@@ -54,6 +67,15 @@ def run(command, cwd, seconds_max=None):
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         raise
+    finally:
+        RUNNING.discard(process)
+
+
+def interrupt():
+    """Ends what other threads run, and lets them run nothing more."""
+    INTERRUPTED.set()
+    for process in list(RUNNING):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def replicas_of(failure):
@@ -65,10 +87,10 @@ def replicas_of(failure):
     return "found" if all(run["found"] == run["differ"] for run in different) else "missed"
 
 
-def apply(patch, tree, *more):
+def apply(patch, tree):
     """Applies a unified diff, whose context must be there unchanged."""
     code, output = run(["patch", "-p1", "--fuzz=0", "--batch", "--forward", "--no-backup-if-mismatch", "--reject-file=-",
-                        *more, "--input", os.path.abspath(patch)], tree)
+                        "--input", os.path.abspath(patch)], tree)
     if code != 0:
         raise Trouble("does not apply: " + " / ".join(output.strip().splitlines()[:3]))
 
@@ -79,6 +101,19 @@ class Scratch:
     def __init__(self, options):
         self.options = options
         self.tree = os.path.join(options.scratch, "src")
+        self.folder = os.path.abspath(options.scratch)  # of what checks write
+        self.texts = {}  # of files that are other than in the source
+        self.environment = dict(os.environ)
+        self.parallel = os.cpu_count()
+
+    def beside(self, name, variables=()):
+        """The same copy and build for a check that runs beside others, with variables of its own."""
+        other = copy.copy(self)
+        other.folder = os.path.join(self.folder, "beside", name)
+        other.environment = {**self.environment, **dict(variables)}
+        other.parallel = 1
+        os.makedirs(other.folder, exist_ok=True)
+        return other
 
     def mirror(self):
         """Makes the copy equal to the source. Files that are equal already stay as they are, so that nothing rebuilds them."""
@@ -94,15 +129,30 @@ class Scratch:
             os.symlink(os.path.realpath(venv), link)
 
     def restore(self, name):
-        source, target = os.path.join(self.options.source, name), os.path.join(self.tree, name)
-        if not os.path.exists(source):
-            if os.path.exists(target):
-                os.remove(target)
-        elif not os.path.exists(target) or not filecmp.cmp(source, target, shallow=False):
+        source = os.path.join(self.options.source, name)
+        text = self.texts.get(name)
+        if text is None and os.path.exists(source):
+            with open(source, "rb") as file:
+                text = file.read()
+        self.write(name, text)
+        if os.path.exists(source):
+            shutil.copymode(source, os.path.join(self.tree, name))
+
+    def write(self, name, text):
+        """Gives a file of the copy this text, or removes it for None. Its time stays if nothing changes, and becomes new if
+        anything does, because an old one would hide from the build that the file was restored."""
+        target = os.path.join(self.tree, name)
+        text = text.encode() if isinstance(text, str) else text
+        if os.path.exists(target):
+            with open(target, "rb") as file:
+                if file.read() == text:
+                    return
+        if text is not None:
             os.makedirs(os.path.dirname(target), exist_ok=True)
-            # This is not copy2, because an old time stamp would hide from the build that the file was restored.
-            shutil.copyfile(source, target)
-            shutil.copymode(source, target)
+            with open(target, "wb") as file:
+                file.write(text)
+        elif os.path.exists(target):
+            os.remove(target)
 
     def build_for(self, check):
         """Builds what a check runs. A bug in a header that everything includes would else cost a build of everything."""
@@ -131,12 +181,13 @@ class Scratch:
             command = ["bash", "-c", self.options.build]
         else:
             configure = shlex.join(["cmake", "--preset", "release", "-DSHARDPROOF_ALONE=" + ";".join(ALONE)])
+            # Where it carries bugs, all that do not compile are to be seen at once.
             command = ["bash", "-c", f"set -e; [ -f build/build.ninja ] || {configure}; "
-                                     f"cmake --build build -j {os.cpu_count()} --target {shlex.join(targets)}"]
+                                     f"cmake --build build -j {os.cpu_count()} --target {shlex.join(targets)} -- -k 0"]
         code, output = run(command, self.tree)
         if code != 0:
             errors = [line for line in output.splitlines() if re.search(r"\berror\b|FAILED", line)]
-            raise Trouble("does not build: " + (errors or output.splitlines() or ["no output"])[0][:300])
+            raise DoesNotBuild("does not build: " + (errors or output.splitlines() or ["no output"])[0][:300], output)
 
     def check(self, command):
         """Runs `verify ...` or `ctest ...`."""
@@ -148,17 +199,17 @@ class Scratch:
         raise Trouble(f"unknown check `{command}`; it begins with verify or ctest")
 
     def verify(self, arguments):
-        report = os.path.join(os.path.abspath(self.options.scratch), "verify.json")
+        report = os.path.join(self.folder, "verify.json")
         if os.path.exists(report):
             os.remove(report)
         command = shlex.split(self.options.verify) + arguments
         if "--cases" not in arguments:
             command += ["--cases", str(self.options.cases)]
         # The failure database is empty, because cases that killed an earlier bug must not go first.
-        failures = os.path.join(os.path.abspath(self.options.scratch), "failures")
+        failures = os.path.join(self.folder, "failures")
         shutil.rmtree(failures, ignore_errors=True)
         command += ["--failures-max", "1", "--json", report, "--failures", failures]
-        code, output = run(command, self.tree, self.options.seconds)
+        code, output = run(command, self.tree, self.options.seconds, self.environment)
         if code == 0:
             return Outcome(False)
         if code == 2:
@@ -173,8 +224,8 @@ class Scratch:
         """A smaller case for one that crashed, which may have ended an engine, or a program in the place of verify."""
         if not outcome.by.startswith("crash (") or not outcome.replay:
             return
-        report = os.path.join(os.path.abspath(self.options.scratch), "shrunk.json")
-        run([*shlex.split(outcome.replay), "--shrink", "--json", report], self.tree, self.options.seconds)
+        report = os.path.join(self.folder, "shrunk.json")
+        run([*shlex.split(outcome.replay), "--shrink", "--json", report], self.tree, self.options.seconds, self.environment)
         failure, _ = read_report(report)
         if failure:
             outcome.case = failure["case"]
@@ -182,9 +233,12 @@ class Scratch:
             os.remove(report)
 
     def ctest(self, arguments):
-        command = ["ctest", "--test-dir", "build", "--no-tests=error", "--output-on-failure", "--stop-on-failure",
-                   "--parallel", str(os.cpu_count())] + arguments
-        code, output = run(command, self.tree, self.options.seconds)
+        # CTest writes where it starts, so it starts in a folder that has the tests of the build.
+        with open(os.path.join(self.folder, "CTestTestfile.cmake"), "w", encoding="utf-8") as file:
+            file.write(f'subdirs("{os.path.abspath(os.path.join(self.tree, "build"))}")\n')
+        command = ["ctest", "--test-dir", self.folder, "--no-tests=error", "--output-on-failure", "--stop-on-failure",
+                   "--parallel", str(self.parallel)] + arguments
+        code, output = run(command, self.tree, self.options.seconds, self.environment)
         if code == 0:
             return Outcome(False)
         failed = re.findall(r"^\s*\d+ - (\S+) ", output, re.MULTILINE)
@@ -255,18 +309,35 @@ def main(name, campaign, options):
     return 2
 
 
-def baseline(scratch, checks, everything=False):
-    """The tree as it is has to build and to pass every check. Otherwise a kill would say nothing."""
-    say(scratch.options, f"building the tree as it is in {os.path.relpath(scratch.tree)}")
-    try:
-        scratch.build([EVERYTHING if everything or any(check.startswith("ctest") for check in checks) else COMMAND])
-        for check in sorted(checks):
-            say(scratch.options, f"the tree as it is: {check}")
-            outcome = scratch.check(check)
-            if outcome.failed:
-                raise Trouble(f"fails `{check}`: {outcome.by} {outcome.case}".rstrip())
-    except Trouble as trouble:
-        raise Trouble(f"the tree without any planted bug {trouble}") from None
+class Baseline:
+    """The tree as it is has to build, and to pass what kills a bug. Otherwise that kill would say nothing."""
+
+    def __init__(self, scratch):
+        self.scratch = scratch
+        self.lock = threading.Lock()
+        self.asked = {}  # check: a lock, and what is wrong, or None before anybody knows
+
+    def build(self, targets):
+        say(self.scratch.options, f"building the tree as it is in {os.path.relpath(self.scratch.tree)}")
+        try:
+            self.scratch.build(targets)
+        except DoesNotBuild as trouble:
+            raise DoesNotBuild(f"the tree without any planted bug {trouble}", trouble.output) from None
+
+    def passes(self, check, prepare=lambda: None):
+        """Runs a check once, in the thread that asks first, when that has prepared the tree."""
+        if self.scratch.options.skip_baseline:
+            return
+        with self.lock:
+            asked = self.asked.setdefault(check, [threading.Lock(), None])
+            name = f"baseline-{list(self.asked).index(check)}"
+        with asked[0]:
+            if asked[1] is None:
+                prepare()
+                outcome = self.scratch.beside(name).check(check)
+                asked[1] = f"fails `{check}`: {outcome.by} {outcome.case}".rstrip() if outcome.failed else ""
+        if asked[1]:
+            raise Trouble("the tree without any planted bug " + asked[1])
 
 
 class JsonRows:

@@ -14,8 +14,8 @@ FAULTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))
 
 # Answers as `shardproof verify` does: counts to the 7th case, where a wrong value shows.
 VERIFY = """
-import json, os, signal, sys, time
-value = open("built.txt").read().strip()
+import json, os, signal, subprocess, sys, time
+value = subprocess.check_output("./built").decode() if os.path.exists("built") else open("built.txt").read().strip()
 report = open(sys.argv[sys.argv.index("--json") + 1], "w")
 seed = int(sys.argv[sys.argv.index("--seed") + 1]) if "--seed" in sys.argv else 0
 assert sys.argv[sys.argv.index("--cases") + 1] == ("200" if seed else "50")
@@ -79,6 +79,45 @@ def patch(fault_id, new, old="2", path="impl/value.txt", extra=""):
 
 def bug(fault_id, new, old="2", path="impl/value.txt"):
     return f"# id: {fault_id}\n# title: The value is {new}\n# from: nowhere\n# expect: a case\n@ {path}\n- {old}\n+ {new}\n"
+
+
+# A program that says 2. Bugs that make it say 4 are killed, and 3 survives.
+PROGRAM = """\
+#include <cstdio>
+#include "start.h"
+namespace {
+struct Sum {
+  explicit Sum(int value) : value(value) {
+    this->value += 1;
+  }
+  int value;
+};
+void add(int& value) {
+  value += 0;
+}
+int each(int value) {
+  const auto one = [](int x) {
+    return x * 1;
+  };
+  return one(value);
+}
+int late(int value) {
+again:
+  if (value < 0) goto again;
+  return value;
+}
+}  // namespace
+
+int main() {
+  Sum sum(kStart);
+  add(sum.value);
+  std::printf("%d", late(each(sum.value)));
+}
+"""
+
+
+def line(fault_id, old, new, path="impl/value.cpp"):
+    return f"# id: {fault_id}\n# title: Another line\n# from: nowhere\n# expect: a case\n@ {path}\n- {old}\n+ {new}\n"
 
 
 NO_CHANGE = "# id: NONE\n# title: Nothing\n# from: nowhere\n# expect: survives\n"
@@ -258,6 +297,15 @@ class Faults(unittest.TestCase):
                                              "--known", self.path("known"))
         self.assertEqual((code, rows["B"]["by"]), (0, "Family.first"), output)
 
+    def test_the_test_that_the_catalogue_names_goes_first(self):
+        self.answer_as_ctest()
+        self.write("faults/README.md", "| bug | what is planted | by |\n|---|---|---|\n| A | a value | Family.sec* |\n"
+                                       "| B | a value | ctest | 1 test | Family.second | 3 |\n")
+        bugs = [patch(name, "9", extra="# check: ctest -R ^Family[.]\n") for name in "AB"]
+        code, rows, output = self.run_faults(bugs, "--skip-baseline")
+        # Family.second finds it once, for A. What B's page names finds nothing then, and the whole check goes on.
+        self.assertEqual((code, rows["A"]["by"], rows["B"]["by"]), (0, "Family.second", "Family.first"), output)
+
     def test_how_many_runs_of_tests_find_a_bug_is_told_as_well(self):
         self.answer_as_ctest()
         code, rows, output = self.run_faults([patch("A", "9", extra="# check: ctest -R ^Family[.]\n")], "--seeds", "4",
@@ -274,6 +322,54 @@ class Faults(unittest.TestCase):
         code, rows, output = self.run_faults([patch("A", "4"), patch("B", "3")])
         self.assertEqual(code, 1, output)
         self.assertEqual((rows["A"]["verdict"], rows["B"]["verdict"]), ("killed", "survived"))
+
+    def run_program(self, bugs, *arguments):
+        """As run_faults on a tree of C++, whose builds are counted as well."""
+        self.write("source/impl/value.cpp", PROGRAM)
+        self.write("source/impl/start.h", "constexpr int kStart = 1;\n")
+        code, rows, output = self.run_faults(bugs, *arguments, build="echo >> ../builds; g++ impl/value.cpp -o built")
+        with open(self.path("scratch/builds"), encoding="utf-8") as file:
+            return code, {name: row["verdict"] for name, row in rows.items()}, output, len(file.readlines())
+
+    def test_one_build_carries_the_bugs_of_bodies(self):
+        bugs = [line("CONSTRUCTOR", "this->value += 1;", "this->value += 3;"), line("VOID", "value += 0;", "value += 1;"),
+                line("SAME", "value += 0;", "value += 2;"), line("LAMBDA", "return x * 1;", "return x * 2;"),
+                patch("PATCH", "").split("---")[0] + "--- a/impl/value.cpp\n+++ b/impl/value.cpp\n@@ -28 +28 @@\n"
+                '-  std::printf("%d", late(each(sum.value)));\n+  std::printf("%d", 2 * late(each(sum.value)));\n']
+        code, verdicts, output, builds = self.run_program(bugs)
+        wanted = {"CONSTRUCTOR": "killed", "VOID": "survived", "SAME": "killed", "LAMBDA": "killed", "PATCH": "killed"}
+        self.assertEqual((code, verdicts, builds), (1, wanted, 1), output)
+
+    def test_what_cannot_be_carried_is_built_alone(self):
+        bugs = [line("HEADER", "constexpr int kStart = 1;", "constexpr int kStart = 3;", "impl/start.h"),
+                line("INITIALIZER", "explicit Sum(int value) : value(value) {", "explicit Sum(int value) : value(3) {"),
+                line("LABEL", "return value;", "return 2 * value;"), line("WRONG", "value += 0;", "value += nothing;"),
+                line("CARRIED", "this->value += 1;", "this->value += 3;")]
+        code, verdicts, output, builds = self.run_program(bugs)
+        wanted = {"HEADER": "killed", "INITIALIZER": "killed", "LABEL": "killed", "WRONG": "error", "CARRIED": "killed"}
+        self.assertEqual((code, verdicts), (2, wanted), output)
+        # Two or three times with what it carries, as a compiler names what does not compile, and once for each of the others.
+        self.assertIn(builds, (6, 7), output)
+        self.assertRegex(output, r"built alone, for their bodies do not compile beside others: .*LABEL")
+        self.assertRegex(output, r"WRONG +error .*does not build: impl/value\.cpp:\d+:\d+: error: .nothing. was not declared")
+
+    def test_a_module_of_a_bug_is_imported_in_the_place_of_the_true_one(self):
+        sys.path.insert(0, os.path.join(CI, "lib"))
+        import carried  # pylint: disable=import-outside-toplevel
+        bugs = carried.Carried({"A": {"python/answer.py": "VALUE = 2\n"}, "B": {"python/other.py": "VALUE = 3\n"}},
+                               lambda path: "", python=True)
+        self.write("tree/python/answer.py", "VALUE = 1\n")
+        for name, text in bugs.modules().items():
+            self.write("texts/" + name, text)
+        self.write("path/sitecustomize.py", carried.LOADER.format(
+            tree=os.path.realpath(self.path("tree")), texts=self.path("texts"), variable=carried.VARIABLE))
+        path = os.pathsep.join((self.path("path"), self.path("tree/python")))
+        said = {}
+        for bug in (None, "A", "B", None):  # the first leaves compiled code behind, which must not hide a bug from the others
+            planted = {carried.VARIABLE: str(carried.number_of(bug))} if bug else {}
+            environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": path, **planted}
+            said[bug] = subprocess.check_output([sys.executable, "-c", "import answer; print(answer.VALUE)"], env=environment)
+        self.assertEqual(said, {None: b"1\n", "A": b"2\n", "B": b"1\n"})
 
     def test_an_empty_patch_survives(self):
         code, rows, output = self.run_faults([NO_CHANGE])
@@ -314,9 +410,9 @@ class Faults(unittest.TestCase):
 
     def test_a_tree_that_fails_by_itself_proves_nothing(self):
         self.write("source/impl/value.txt", "4\n")
-        code, rows, output = self.run_faults([patch("A", "2", old="4")])
-        self.assertEqual((code, rows), (2, {}), output)
-        self.assertIn("the tree without any planted bug fails `verify`: gradient of w tiny case", output)
+        code, rows, output = self.run_faults([patch("A", "5", old="4"), patch("B", "3", old="4")])
+        self.assertEqual((code, rows["A"]["verdict"], rows["B"]["verdict"]), (2, "error", "survived"), output)
+        self.assertEqual(rows["A"]["by"], "the tree without any planted bug fails `verify`: gradient of w tiny case")
 
     def test_only_picks_by_id_and_an_unknown_id_lists_those_there_are(self):
         code, rows, output = self.run_faults([patch("A", "4"), patch("B", "3")], "--only", "A")
@@ -358,15 +454,16 @@ class Faults(unittest.TestCase):
 
     def test_each_bug_of_the_catalogue_of_this_tree_finds_its_place(self):
         faults, tree = load("faults"), os.path.dirname(CI)
-        catalogue = faults.read_catalogue(os.path.join(tree, "harness", "faults"), None)
+        catalogue = faults.read_catalogue(os.path.join(tree, "harness", "faults"))
         self.assertGreater(len(catalogue), 200)
         with open(os.path.join(tree, "harness", "faults", "README.md"), encoding="utf-8") as file:
             text = file.read()
         for bugs, part in re.findall(r"^These (\d+) bugs(.*?)(?=^## )", text, re.MULTILINE | re.DOTALL):
             self.assertEqual(int(bugs), len(re.findall(r"^\| [A-Z0-9]+-", part, re.MULTILINE)), "a count of the page")
         self.assertEqual(set(re.findall(r"^\| ([A-Z0-9]+-\w+) ", text, re.MULTILINE)), {fault.id for fault in catalogue})
-        lost, moved = faults.places(catalogue, tree)
-        self.assertEqual((lost, moved), ([], []), "`@ FILE` names the file that has the lines")
+        faults.find_places(catalogue, tree)
+        lost = [(fault.id, fault.trouble, fault.notes) for fault in catalogue if fault.trouble or fault.notes]
+        self.assertEqual(lost, [], "`@ FILE` names the file that has the lines")
 
     def test_a_patch_must_not_weaken_the_question(self):
         paths = ("verify.py", "python/tests/x.py", "python/shardproof/check/plain.py", "python/shardproof/check/judge.py")
