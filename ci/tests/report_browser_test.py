@@ -40,7 +40,7 @@ def lines():
             line.update(ratio=0.01 * 1.001 ** (i % 5000), precision="float32")
         yield line
     holds = {"layout": "flat[dp_shard]", "ranks": [[[0, 3]], [[3, 6]]]}
-    tensor = {"name": EVIL, "shape": [2, 3], "parameter": holds, "gradient": holds,
+    tensor = {"name": EVIL, "shape": [2, 3], "parameter": holds,
               "state": {"layout": "replicated", "ranks": [[[0, 6]], [[0, 6]]]}}
     calls = [[{"column": i, "op": op, "group": "dp_shard", "call": f"{op}(float32 x 6)", "bytes": 24, "differs": i == 1}
               for i, op in enumerate(ops)] for ops in (("all_gather", "reduce_scatter"), ("all_gather", "all_reduce"))]

@@ -25,10 +25,7 @@ Holders holders_of(const shardproof::Strategy& row, const shardproof::Mesh& mesh
   shardproof::Strategy strategy = shardproof::on_mesh(row, mesh);
   if (small) strategy.parameter = strategy.compute;
   const auto copies = [&](const shardproof::Layout& layout) {
-    int64_t ranks = mesh.size();
-    for (const shardproof::Axis& axis : mesh.axes())
-      if (layout.splits(axis.name) || axis.name == axes::ep) ranks /= axis.size;
-    return ranks;
+    return std::ssize(replicas(mesh, layout, 0)) / (mesh.has(axes::ep) ? mesh.size(axes::ep) : 1);
   };
   return {.state = copies(strategy.state),
           .parameter = copies(has_main ? strategy.state : strategy.parameter),

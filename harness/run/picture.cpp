@@ -145,13 +145,11 @@ json tensors_of(const Picture& picture) {
   json tensors = json::array();
   for (const auto& [name, placement] : picture.placements) {
     if (tensors.size() == kTensorsMax) break;
-    json parameter = runs_of(placement.shape, placement.parameter), gradient = runs_of(placement.shape, placement.gradient);
-    json state = runs_of(placement.shape, placement.state);
-    if (parameter.is_null() || gradient.is_null() || state.is_null()) continue;
+    json parameter = runs_of(placement.shape, placement.parameter), state = runs_of(placement.shape, placement.state);
+    if (parameter.is_null() || state.is_null()) continue;
     tensors.push_back({{"name", name},
                        {"shape", placement.shape},
                        {"parameter", std::move(parameter)},
-                       {"gradient", std::move(gradient)},
                        {"state", std::move(state)}});
   }
   return tensors;

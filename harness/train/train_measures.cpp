@@ -8,45 +8,44 @@
 namespace harness {
 namespace {
 
+using shardproof::Interval;
 using shardproof::Piece;
-using shardproof::Placement;
 using shardproof::Sharded;
-
-// Where the runs of this rank begin that no lower rank has as well.
-std::set<int64_t> own_runs(const shardproof::Shape& shape, const Placement& at, int64_t rank) {
-  std::set<int64_t> begins;
-  for (const shardproof::Axis& axis : at.mesh.axes())
-    if (!at.layout.splits(axis.name) && at.mesh.coordinate(rank, axis.name) != 0) return begins;
-  for (const shardproof::OwnedRun& run : owned_runs(shape, at.mesh, at.layout, rank))
-    if (run.first_copy) begins.insert(run.whole.begin);
-  return begins;
-}
 
 }  // namespace
 
 TrainMeasures::TrainMeasures(const Sharded& sharded) {
-  for (const auto& [name, placement] : sharded.placements()) {
-    parameters_[name] = own_runs(placement.shape, placement.state, sharded.rank());
-    gradients_[name] = own_runs(placement.shape, placement.gradient, sharded.rank());
-  }
+  for (const auto& [name, placed] : sharded.placements())
+    first_copies_[name] = first_copies(placed.shape, placed.state.mesh, placed.state.layout, sharded.rank());
 }
 
-bool TrainMeasures::counts(const Own& own, const Piece& piece) {
-  const auto found = own.find(piece.name);
-  return found != own.end() && found->second.contains(piece.run.begin);
+// Pieces of a parameter follow each other as they lie on this rank.
+template <class Visit>
+void TrainMeasures::each_first_copy(const std::vector<Piece>& pieces, const Visit& visit) const {
+  std::map<std::string, int64_t> ends;
+  for (const Piece& piece : pieces) {
+    int64_t& end = ends[piece.name];
+    const int64_t begin = end;
+    end += piece.data.numel();
+    for (const Interval& run : first_copies_.at(piece.name))
+      if (const Interval own{std::max(run.begin, begin), std::min(run.end, end)}; own.size() > 0)
+        visit(piece.data.narrow(0, own.begin - begin, own.size()));
+  }
 }
 
 void TrainMeasures::count_gradients(const Sharded& sharded) {
   zeros_ = 0;
-  for (const Piece& piece : sharded.gradients())
-    if (counts(gradients_, piece)) zeros_ += piece.data.numel() - piece.data.count_nonzero().item<int64_t>();
+  each_first_copy(sharded.gradients(), [&](const at::Tensor& own) {
+    zeros_ += own.numel() - own.count_nonzero().item<int64_t>();
+  });
 }
 
 TrainMeasures::Result TrainMeasures::measure(const Sharded& sharded, bool stop, shardproof::Comm& world) const {
   const at::NoGradGuard no_grad;
   double squares = 0;
-  for (const Piece& piece : sharded.main_parameters())
-    if (counts(parameters_, piece)) squares += piece.data.detach().to(at::kDouble).square().sum().item<double>();
+  each_first_copy(sharded.main_parameters(), [&](const at::Tensor& own) {
+    squares += own.detach().to(at::kDouble).square().sum().item<double>();
+  });
   at::Tensor sums = at::tensor({squares, static_cast<double>(zeros_), stop ? 1.0 : 0.0}, at::kDouble);
   world.all_reduce(sums).wait();
   const double* sum = sums.const_data_ptr<double>();

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <map>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -28,11 +27,10 @@ class TrainMeasures {
   Result measure(const shardproof::Sharded& sharded, bool stop, shardproof::Comm& world) const;
 
  private:
-  // By parameter, where the runs begin that no lower rank holds as well.
-  using Own = std::map<std::string, std::set<int64_t>>;
-  static bool counts(const Own& own, const shardproof::Piece& piece);
+  template <class Visit>
+  void each_first_copy(const std::vector<shardproof::Piece>& pieces, const Visit& visit) const;
 
-  Own parameters_, gradients_;
+  std::map<std::string, std::vector<shardproof::Interval>> first_copies_;  // by parameter, of what this rank has of it
   int64_t zeros_ = 0;
 };
 

@@ -2,7 +2,9 @@
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 
+#include <algorithm>
 #include <map>
+#include <set>
 
 #include "properties/kit/expect_error.h"
 #include "properties/kit/gen_layout.h"
@@ -83,33 +85,67 @@ RC_GTEST_PROP(Layout, local_shape_counts_what_the_splits_of_dims_leave, ()) {
   }
 }
 
-// Neighbours are joined, and what is a first copy is told from the ranks before.
-RC_GTEST_PROP(Layout, owned_runs_are_the_owned_elements_and_their_first_copies_tile_the_tensor, ()) {
+RC_GTEST_PROP(Layout, owned_runs_are_the_owned_elements_and_neighbours_are_joined, ()) {
   const Placed placed = *gen::placed();
-  std::map<std::vector<int64_t>, std::vector<int64_t>> first_of_copy;  // by coordinates along axes that split nothing
   for (int64_t rank = 0; rank < placed.mesh.size(); ++rank) {
-    std::vector<int64_t> copy = placed.mesh.coordinates(rank);
-    for (size_t i = 0; i < copy.size(); ++i)
-      if (placed.layout.splits(placed.mesh.axes()[i].name)) copy[i] = 0;
     std::vector<int64_t> elements;
     const auto runs = owned_runs(placed.shape, placed.mesh, placed.layout, rank);
     for (size_t i = 0; i < runs.size(); ++i) {
       RC_ASSERT(runs[i].local == std::ssize(elements));
       RC_ASSERT(runs[i].whole.size() > 0);
-      if (i > 0)
-        RC_ASSERT(runs[i].whole.begin != runs[i - 1].whole.end || runs[i].first_copy != runs[i - 1].first_copy);
-      for (int64_t at = runs[i].whole.begin; at < runs[i].whole.end; ++at) {
-        elements.push_back(at);
-        if (runs[i].first_copy) first_of_copy[copy].push_back(at);
-      }
+      if (i > 0) RC_ASSERT(runs[i].whole.begin != runs[i - 1].whole.end);
+      for (int64_t at = runs[i].whole.begin; at < runs[i].whole.end; ++at) elements.push_back(at);
     }
     RC_ASSERT(elements == spec::held(placed.shape, placed.mesh, placed.layout, rank));
   }
-  std::vector<int64_t> all;
-  for (int64_t i = 0; i < numel(placed.shape); ++i) all.push_back(i);
-  for (auto& [copy, first] : first_of_copy) {
-    std::sort(first.begin(), first.end());
-    RC_ASSERT(first == all);
+}
+
+// The coordinates along partial axes: ranks with others have terms of their own.
+std::vector<int64_t> term_of(const Placed& placed, int64_t rank) {
+  std::vector<int64_t> term;
+  for (const std::string& axis : placed.layout.partial) term.push_back(placed.mesh.coordinate(rank, axis));
+  return term;
+}
+
+RC_GTEST_PROP(Layout, first_copies_tile_the_tensor, ()) {
+  const Placed placed = *gen::placed();
+  std::map<std::vector<int64_t>, std::multiset<int64_t>> counted;
+  for (int64_t rank = 0; rank < placed.mesh.size(); ++rank) {
+    const auto held = spec::held(placed.shape, placed.mesh, placed.layout, rank);
+    std::multiset<int64_t>& elements = counted[term_of(placed, rank)];
+    int64_t end = -1;
+    for (const Interval& run : first_copies(placed.shape, placed.mesh, placed.layout, rank)) {
+      RC_ASSERT(end < run.begin && run.begin < run.end && run.end <= std::ssize(held));
+      end = run.end;
+      elements.insert(held.begin() + run.begin, held.begin() + run.end);
+    }
+  }
+  std::multiset<int64_t> all;
+  for (int64_t i = 0; i < numel(placed.shape); ++i) all.insert(i);
+  for (const auto& [term, elements] : counted) RC_ASSERT(elements == all);
+}
+
+RC_GTEST_PROP(Layout, first_holders_and_replicas_are_the_ranks_that_hold_the_same, ()) {
+  const Placed placed = *gen::placed();
+  const auto held = [&](int64_t rank) { return spec::held(placed.shape, placed.mesh, placed.layout, rank); };
+  const auto first = first_holders(placed.shape, placed.mesh, placed.layout);
+  const bool is_once = is_contiguous(placed.layout);
+  RC_CLASSIFY(is_once);
+  for (int64_t rank = 0; rank < placed.mesh.size(); ++rank) {
+    const auto same = replicas(placed.mesh, placed.layout, rank);
+    RC_ASSERT(std::ranges::is_sorted(same));
+    RC_ASSERT(first[rank] <= same.front());
+    for (int64_t other = 0; other < placed.mesh.size(); ++other) {
+      const bool is_same = std::ranges::count(same, other) > 0;
+      if (is_same) RC_ASSERT(first[other] == first[rank]);
+      if (first[other] == first[rank]) {
+        RC_ASSERT(held(other) == held(rank));
+        RC_ASSERT(term_of(placed, other) == term_of(placed, rank));
+      } else if (is_once && held(rank).size() > 0) {
+        RC_ASSERT(held(other) != held(rank) || term_of(placed, other) != term_of(placed, rank));
+      }
+      if (is_once) RC_ASSERT(is_same == (first[other] == first[rank]));
+    }
   }
 }
 

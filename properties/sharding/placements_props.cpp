@@ -52,7 +52,7 @@ std::string str(const std::map<std::string, ParameterPlacement>& placements) {
   for (const auto& [name, placed] : placements) {
     text += fmt::format("{} [{}] {} {}", name, fmt::join(placed.shape, ","), c10::toString(placed.compute),
                         c10::toString(placed.main));
-    for (const Placement* each : {&placed.parameter, &placed.gradient, &placed.state})
+    for (const Placement* each : {&placed.parameter, &placed.state})
       text += fmt::format(" {} on {}", each->layout.str(), each->mesh.str());
     text += "\n";
   }
@@ -91,7 +91,7 @@ void expect_told_alone(const DrawnSharding& d) {
     model.forward(tokens).to(at::kFloat).square().sum().backward();
     auto gradients = by_name(sharded.gradients());
     for (const auto& [name, placed] : placements)
-      expect_held(fmt::format("{}, rank {}, gradient of {}", d.str(), rank, name), placed, placed.gradient, rank,
+      expect_held(fmt::format("{}, rank {}, gradient of {}", d.str(), rank, name), placed, placed.state, rank,
                   gradients[name], {}, at::kFloat);
   });
   for (const std::string& one : told) EXPECT_EQ(one, told.front()) << d.str();

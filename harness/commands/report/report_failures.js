@@ -18,7 +18,7 @@ function showVerdict() {
 
 // Who owns what: a box for each rank, laid out as the mesh, and in it a bar for each tensor.
 function ownership(picture, wrongText) {
-  const kinds = {parameter: 'parameters', gradient: 'gradients', state: 'main parameters and optimizer state'};
+  const kinds = {parameter: 'parameters', state: 'gradients, main parameters and optimizer state'};
   const axes = picture.axes, ranks = axes.reduce((product, [, size]) => product * size, 1);
   const columns = axes.length ? axes[axes.length - 1][1] : 1;
   const where = (rank) => {

@@ -80,10 +80,15 @@ Interval flat_run(const Cuts& cuts, int64_t region_numel, int64_t rank) {
   return {std::clamp<int64_t>(left.begin, 0, region_numel), std::clamp<int64_t>(left.end, 0, region_numel)};
 }
 
-std::vector<Box> owned(const Cuts& cuts, int64_t rank) {
-  std::vector<OwnedBox> with_copies;
+std::vector<OwnedBox> owned_boxes(const Cuts& cuts, int64_t rank) {
+  std::vector<OwnedBox> boxes;
   const Region held = region(cuts, rank);
-  append_run(held, flat_run(cuts, numel(local_shape(held)), rank), nullptr, with_copies);
+  append_run(held, flat_run(cuts, numel(local_shape(held)), rank), nullptr, boxes);
+  return boxes;
+}
+
+std::vector<Box> owned(const Cuts& cuts, int64_t rank) {
+  std::vector<OwnedBox> with_copies = owned_boxes(cuts, rank);
   std::vector<Box> boxes;
   boxes.reserve(with_copies.size());
   for (OwnedBox& owned : with_copies) boxes.push_back(std::move(owned.box));

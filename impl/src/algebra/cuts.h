@@ -58,14 +58,15 @@ Shape local_shape(const Region& region);
 Region region(const Cuts& cuts, int64_t rank);
 // The part of the region's row-major run that the flat splits leave to `rank`.
 Interval flat_run(const Cuts& cuts, int64_t region_numel, int64_t rank);
-// Both together: boxes in storage order.
-std::vector<Box> owned(const Cuts& cuts, int64_t rank);
-
 // A box of global indices and whether every one of its strips is a first copy.
 struct OwnedBox {
   Box box;
   bool first_copy = true;
 };
+
+// Both together, in storage order; and the boxes alone.
+std::vector<OwnedBox> owned_boxes(const Cuts& cuts, int64_t rank);
+std::vector<Box> owned(const Cuts& cuts, int64_t rank);
 
 // Appends elements `run` of the row-major order of `region`, as boxes in that order, without strips that are not `taken`. With
 // `wanted`, of each box only what it shares with `wanted`. Of a region of one strip a dim at most 2 * dims - 1 boxes.

@@ -187,13 +187,6 @@ void for_each_run(const Shape& shape, const Box& box, F&& f) {
   }
 }
 
-void append_owned_run(std::vector<OwnedRun>& runs, const OwnedRun& run) {
-  if (!runs.empty() && runs.back().whole.end == run.whole.begin && runs.back().first_copy == run.first_copy)
-    runs.back().whole.end = run.whole.end;
-  else
-    runs.push_back(run);
-}
-
 void drop_empty_tail(std::vector<std::vector<Split>>& dims) {
   while (!dims.empty() && dims.back().empty()) dims.pop_back();
 }
@@ -308,19 +301,59 @@ int64_t owned_numel(const Shape& shape, const Mesh& mesh, const Layout& layout, 
 }
 
 std::vector<OwnedRun> owned_runs(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank) {
-  mesh.coordinates(rank);
-  const detail::Cuts cuts = detail::resolve(shape, mesh, layout);
-  const detail::Region region = detail::region(cuts, rank);
-  std::vector<detail::OwnedBox> boxes;
-  detail::append_run(region, detail::flat_run(cuts, numel(detail::local_shape(region)), rank), nullptr, boxes);
   std::vector<OwnedRun> runs;
   int64_t at = 0;
-  for (const detail::OwnedBox& owned : boxes)
-    for_each_run(shape, owned.box, [&](Interval whole) {
-      append_owned_run(runs, {whole, at, owned.first_copy});
+  for (const Box& box : owned(shape, mesh, layout, rank))
+    for_each_run(shape, box, [&](Interval whole) {
+      if (!runs.empty() && runs.back().whole.end == whole.begin)
+        runs.back().whole.end = whole.end;
+      else
+        runs.push_back({whole, at});
       at += whole.size();
     });
   return runs;
+}
+
+std::vector<int64_t> replicas(const Mesh& mesh, const Layout& layout, int64_t rank) {
+  std::vector<std::string> along;
+  for (const Axis& axis : mesh.axes())
+    if (!layout.splits(axis.name) && std::ranges::count(layout.partial, axis.name) == 0) along.push_back(axis.name);
+  return mesh.peers(rank, along);
+}
+
+std::vector<int64_t> first_holders(const Shape& shape, const Mesh& mesh, const Layout& layout) {
+  const detail::Cuts cuts = detail::resolve(shape, mesh, layout);
+  std::vector<int64_t> copies(cuts.uses.size(), 1);  // by axis, of neighbours
+  for (size_t axis = 0; axis < copies.size(); ++axis)
+    if (cuts.uses[axis] == detail::Use::replicated) copies[axis] = cuts.axis_sizes[axis];
+  for (size_t d = 0; d < cuts.dims.size(); ++d)
+    for (const detail::Cut& cut : cuts.dims[d]) copies[cut.axis] = cut.copies(shape[d]);
+  std::vector<int64_t> first;
+  for (int64_t rank = 0; rank < mesh.size(); ++rank) {
+    first.push_back(rank);
+    for (size_t axis = 0; axis < copies.size(); ++axis)
+      first.back() -= cuts.coordinate(rank, static_cast<int64_t>(axis)) % copies[axis] * cuts.axis_strides[axis];
+  }
+  return first;
+}
+
+std::vector<Interval> first_copies(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank) {
+  if (replicas(mesh, layout, rank).front() != rank) return {};
+  const detail::Cuts cuts = detail::resolve(shape, mesh, layout);
+  const int64_t count = owned_numel(shape, mesh, layout, rank);
+  if (!cuts.has_copies()) return count == 0 ? std::vector<Interval>() : std::vector<Interval>{{0, count}};
+  std::vector<Interval> first;
+  int64_t at = 0;
+  for (const detail::OwnedBox& owned : detail::owned_boxes(cuts, rank)) {
+    const Interval local{at, at + numel(owned.box)};
+    at = local.end;
+    if (!owned.first_copy) continue;
+    if (!first.empty() && first.back().end == local.begin)
+      first.back().end = local.end;
+    else
+      first.push_back(local);
+  }
+  return first;
 }
 
 }  // namespace shardproof

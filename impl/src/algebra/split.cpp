@@ -158,6 +158,12 @@ std::vector<int64_t> detail::Cut::holders(int64_t length, const std::vector<Inte
   return holders;
 }
 
+int64_t detail::Cut::copies(int64_t length) const {
+  const std::vector<SplitRun> runs = pieces(length, 0);
+  const bool alike = std::all_of(runs.begin(), runs.end(), [&](const SplitRun& run) { return run.copies == runs[0].copies; });
+  return runs.empty() || !alike ? 1 : runs[0].copies;
+}
+
 std::string detail::misfit(const Split& split, int64_t length, int64_t parts, const std::string& what, bool clamps) {
   const int rules = static_cast<int>(!split.bounds.empty()) + static_cast<int>(!split.segments.empty()) + split.balanced;
   if (rules > 1) return fmt::format("{}: split {} has more than one of bounds, segments and balanced", what, split.str());

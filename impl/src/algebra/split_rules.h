@@ -26,6 +26,8 @@ struct Cut {
   // Every part that holds something of `wanted`, runs of [0, length), ascending. Of runs that are held in copies only the part
   // whose number is that of `copy`, modulo the number of copies; kAny: every part.
   std::vector<int64_t> holders(int64_t length, const std::vector<Interval>& wanted, int64_t copy) const;
+  // How many neighbours hold the same, as the ranks of copied key heads do; 1 where some part of it is held once.
+  int64_t copies(int64_t length) const;
 };
 
 // Why the rule does not fit `length` and `parts`; empty when it fits. `clamps`: the length may be shorter than the rule's own.

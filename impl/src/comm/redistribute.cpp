@@ -212,14 +212,6 @@ at::Tensor redistribute(const at::Tensor& given, const Shape& shape, const Layou
 
 namespace {
 
-// How many ranks hold an element, at most.
-int64_t copies_of(const Shape& shape, const Placement& at) {
-  const int64_t elements = c10::multiply_integers(shape);
-  int64_t held = 0;
-  for (int64_t rank = 0; rank < at.mesh.size(); ++rank) held += owned_numel(shape, at.mesh, at.layout, rank);
-  return elements == 0 ? 1 : std::max<int64_t>(1, (held + elements - 1) / elements);
-}
-
 // A transfer between ranks of the group.
 struct Parcel {
   int64_t peer = 0;
@@ -311,7 +303,8 @@ void move_between(const Move& move, const at::Tensor& source, const at::Tensor& 
   Passage passage(move, group);
   const int64_t rows = move.shape.empty() ? 1 : move.shape.front(), elements = c10::multiply_integers(move.shape);
   if (elements == 0) return;
-  const int64_t row = elements / rows * copies_of(move.shape, move.to);
+  const int64_t copies = std::ranges::count(first_holders(move.shape, move.to.mesh, move.to.layout), 0);
+  const int64_t row = elements / rows * copies;
   const int64_t at_once = std::max<int64_t>(1, elements_at_once / row);
   for (int64_t begin = 0; begin < rows; begin += at_once)
     passage.run({begin, std::min(rows, begin + at_once)}, source, target, allocate);

@@ -49,8 +49,7 @@ struct Ema::State {
     std::vector<Shard> all;
     const std::vector<Bucket*> buckets = model()->schedule.buckets();
     for (size_t b = 0; b < buckets.size(); ++b) {
-      const BucketLayout& layout = buckets[b]->layout();
-      std::vector<Shard> own = layout.shards(layout.state(), averages[b]);
+      std::vector<Shard> own = buckets[b]->shards(averages[b]);
       std::move(own.begin(), own.end(), std::back_inserter(all));
     }
     return all;
@@ -71,11 +70,9 @@ void Ema::State::update() const {
   const std::vector<Bucket*> buckets = model()->schedule.buckets();
   for (size_t b = 0; b < buckets.size(); ++b) {
     buckets[b]->parameters.await_main();
-    for (const Segment& segment : buckets[b]->layout().state().segments) {
-      if (!buckets[b]->trains(segment.member)) continue;
-      const at::Tensor parameter = buckets[b]->parameters.main().narrow(0, segment.local, segment.size());
-      averages[b].narrow(0, segment.local, segment.size()).mul_(options.decay).add_(parameter * (1 - options.decay));
-    }
+    for (const OwnPart& part : buckets[b]->parts())
+      if (buckets[b]->trains(part.member))
+        part.of(averages[b]).mul_(options.decay).add_(part.of(buckets[b]->parameters.main()) * (1 - options.decay));
   }
 }
 

@@ -21,42 +21,8 @@ struct Held {
   int64_t replicas = 0;  // the number of its ReplicaMap
 };
 
-// For each rank the lowest one that holds the same elements. The same for all tensors that are cut along the same axes.
+// What `first_holders` says. The same for all tensors that are cut alike.
 using ReplicaMap = std::vector<int64_t>;
-
-// How many neighbours along a split hold the same, as the ranks of copied key heads do; 1 where some part of it is held once.
-int64_t copies_of(const Split& split, int64_t length, int64_t parts) {
-  if (split.segments.empty()) return 1;
-  const std::vector<SplitRun> runs = pieces(split, length, parts, 0);
-  const bool alike = std::all_of(runs.begin(), runs.end(), [&](const SplitRun& run) { return run.copies == runs[0].copies; });
-  return runs.empty() || !alike ? 1 : runs[0].copies;
-}
-
-struct Cut {
-  std::string axis;
-  int64_t copies = 1;
-};
-
-std::vector<Cut> cuts_of(const Shard& shard) {
-  std::vector<Cut> cuts;
-  const auto& [mesh, layout] = shard.at;
-  for (size_t dim = 0; dim < layout.dims.size(); ++dim)
-    for (const Split& split : layout.dims[dim])
-      cuts.push_back({split.axis, copies_of(split, shard.shape[dim], mesh.size(split.axis))});
-  for (const Split& split : layout.flat) cuts.push_back({split.axis});
-  return cuts;
-}
-
-ReplicaMap replica_map(const Mesh& mesh, const std::vector<Cut>& cuts) {
-  std::map<std::vector<int64_t>, int64_t> lowest;
-  ReplicaMap map;
-  for (int64_t rank = 0; rank < mesh.size(); ++rank) {
-    std::vector<int64_t> part;
-    for (const Cut& cut : cuts) part.push_back(mesh.coordinate(rank, cut.axis) / cut.copies);
-    map.push_back(lowest.emplace(std::move(part), rank).first->second);
-  }
-  return map;
-}
 
 bool has_replicas(const ReplicaMap& map) {
   for (int64_t rank = 0; rank < std::ssize(map); ++rank)
@@ -64,15 +30,18 @@ bool has_replicas(const ReplicaMap& map) {
   return false;
 }
 
-// The replica maps of a mesh, each with its number.
+// Replica maps, each with its number.
 class ReplicaMaps {
  public:
   int64_t number_of(const Shard& shard) {
-    const std::vector<Cut> cuts = cuts_of(shard);
-    std::string key = shard.at.mesh.str();
-    for (const Cut& cut : cuts) key += fmt::format(" {}/{}", cut.axis, cut.copies);
-    const auto [found, added] = numbers_.emplace(key, std::ssize(maps_));
-    if (added) maps_.push_back(replica_map(shard.at.mesh, cuts));
+    Layout cut = shard.at.layout;
+    cut.bucket = {};  // parameters of a bucket are held by the same ranks
+    const auto [found, added] = numbers_.try_emplace(fmt::format("{} on {}", cut.str(), shard.at.mesh.str()));
+    if (added) {
+      const ReplicaMap map = first_holders(shard.shape, shard.at.mesh, shard.at.layout);
+      found->second = std::ranges::find(maps_, map) - maps_.begin();
+      if (found->second == std::ssize(maps_)) maps_.push_back(map);
+    }
     return found->second;
   }
   const std::vector<ReplicaMap>& maps() const { return maps_; }
@@ -95,7 +64,7 @@ std::vector<Held> held_in_copies(const Sharded::Impl& sharded, const Optimizer& 
     if (bucket->parameters.encoding() != Encoding::when_sent) add("parameter", bucket->parameters.shards());
   for (const Bucket* bucket : sharded.schedule.buckets())
     if (bucket->parameters.encoding() != Encoding::plain)
-      add("main parameter", bucket->layout().shards(bucket->layout().state(), bucket->parameters.main()));
+      add("main parameter", bucket->shards(bucket->parameters.main()));
   for (const std::string& name : optimizer.state_names()) add(name, optimizer.state_shards(name));
   return held;
 }
@@ -169,15 +138,14 @@ void FingerprintCheck::State::begin_update(const Sharded::Impl& impl) {
   for (int64_t b = 0; b < std::ssize(buckets); ++b) {
     const Bucket& bucket = *buckets[static_cast<size_t>(b)];
     if (!bucket.gradient.final()) continue;
-    for (const Segment& segment : bucket.layout().state().segments) {
-      const std::string& name = bucket.layout().members()[static_cast<size_t>(segment.member)].name;
+    for (const OwnPart& part : bucket.parts()) {
+      const std::string& name = bucket.layout().members()[static_cast<size_t>(part.member)].name;
       const auto rate = rates.find(name);
-      if (!bucket.trains(segment.member) || rate == rates.end() || segment.size() == 0) continue;
-      const auto of = [&](const at::Tensor& buffer) { return buffer.narrow(0, segment.local, segment.size()); };
-      const at::Tensor parameter = of(bucket.parameters.main());
-      const auto run = moving(of(bucket.gradient.values()), parameter, rate->second);
+      if (!bucket.trains(part.member) || rate == rates.end() || part.local.size() == 0) continue;
+      const at::Tensor parameter = part.of(bucket.parameters.main());
+      const auto run = moving(part.of(bucket.gradient.values()), parameter, rate->second);
       if (!run) continue;
-      Watched watch{.bucket = b, .member = segment.member, .updates = optimizer->updates(name)};
+      Watched watch{.bucket = b, .member = part.member, .updates = optimizer->updates(name)};
       watch.live.push_back(parameter);
       for (const at::Tensor& state : states[name]) watch.live.push_back(state);
       for (at::Tensor& live : watch.live) {

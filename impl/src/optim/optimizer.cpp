@@ -34,8 +34,8 @@ Schedule::Place place_of(const Sharded::Impl& state, const std::string& paramete
 }
 
 // Refuses a member that no rank can update as a whole, on every rank alike.
-void require_whole(const BucketLayout& layout, const BucketParameter& member) {
-  const auto [mesh, owned] = layout.placement(member, layout.state());
+void require_whole(const BucketParameter& member, const Placement& at) {
+  const auto& [mesh, owned] = at;
   const Layout cut{member.own.layout.dims, {}, {}};
   for (int64_t rank = 0; rank < mesh.size(); ++rank) {
     const int64_t held = owned_numel(member.whole, mesh, owned, rank), part = owned_numel(member.whole, mesh, cut, rank);
@@ -107,10 +107,12 @@ Optimizer::Optimizer(Sharded& sharded, std::vector<ParameterGroup> groups)
   for (const Bucket* bucket : sharded.impl().schedule.buckets()) {
     std::vector<Held>& held = held_.emplace_back();
     for (const BucketParameter& member : bucket->layout().members()) held.push_back({.group = group_of(groups_, member)});
-    for (size_t i = 0; i < held.size(); ++i)
-      if (groups_[held[i].group].rule->needs_whole_parameters()) require_whole(bucket->layout(), bucket->layout().members()[i]);
-    for (size_t i = 0; i < held.size(); ++i)
-      if (bucket->trains(static_cast<int64_t>(i))) allocate_state(held_.size() - 1, i);
+    for (const OwnPart& part : bucket->parts()) {
+      const auto member = static_cast<size_t>(part.member);
+      if (groups_[held[member].group].rule->needs_whole_parameters())
+        require_whole(bucket->layout().members()[member], part.at);
+      if (bucket->trains(part.member)) allocate_state(held_.size() - 1, member);
+    }
   }
 }
 
@@ -128,11 +130,8 @@ void Optimizer::allocate_state(size_t index, size_t member) {
   Held& held = held_[index][member];
   const size_t wanted = groups_[held.group].rule->state_names().size();
   held.has_state = true;
-  for (const Segment& segment : bucket.layout().state().segments) {
-    if (segment.member != static_cast<int64_t>(member)) continue;
-    while (held.state.size() < wanted)
-      held.state.push_back(bucket.parameters.allocate_state(segment.size()).zero_());
-  }
+  const int64_t own = bucket.part(static_cast<int64_t>(member)).local.size();
+  while (own > 0 && held.state.size() < wanted) held.state.push_back(bucket.parameters.allocate_state(own).zero_());
 }
 
 void Optimizer::step() {
@@ -171,20 +170,21 @@ bool Optimizer::update_bucket(size_t index) {
   }
   const at::Tensor own = bucket.parameters.rounded();
   bool rounded = own.defined();
-  for (const Segment& segment : bucket.layout().state().segments) {
-    if (!bucket.trains(segment.member)) continue;
-    const Held& held = held_[index][segment.member];
+  for (const OwnPart& part : bucket.parts()) {
+    if (!bucket.trains(part.member) || part.local.size() == 0) continue;
+    const Held& held = held_[index][static_cast<size_t>(part.member)];
     const ParameterGroup& group = groups_[held.group];
-    const BucketParameter& member = bucket.layout().members()[segment.member];
+    const BucketParameter& member = bucket.layout().members()[static_cast<size_t>(part.member)];
+    const auto of = [&](const at::Tensor& buffer) { return part_of(buffer, part.local.begin, {part.local.size()}); };
     const Update update{.name = member.name,
                         .shape = member.whole,
-                        .parameter = part_of(bucket.parameters.main(), segment.local, {segment.size()}),
-                        .gradient = part_of(bucket.gradient.values(), segment.local, {segment.size()}),
+                        .parameter = of(bucket.parameters.main()),
+                        .gradient = of(bucket.gradient.values()),
                         .state = held.state,
                         .step = held.updates,
                         .lr_factor = lr_factor_ * group.lr_factor,
                         .decay_factor = group.decay_factor};
-    if (own.defined() && group.rule->update_and_round(update, part_of(own, segment.local, {segment.size()}))) continue;
+    if (own.defined() && group.rule->update_and_round(update, of(own))) continue;
     rounded = false;
     if (group.rule->needs_whole_parameters() && is_cut(member))
       update_joined(*state, member, *group.rule, update);
@@ -214,14 +214,13 @@ std::vector<Shard> Optimizer::state_shards(const std::string& state_name) const 
   std::vector<Shard> shards;
   const std::vector<Bucket*> buckets = sharded()->schedule.buckets();
   for (size_t b = 0; b < buckets.size(); ++b) {
-    const BucketLayout& layout = buckets[b]->layout();
-    for (size_t i = 0; i < held_[b].size(); ++i) {
-      const Held& held = held_[b][i];
+    for (const OwnPart& part : buckets[b]->parts()) {
+      const Held& held = held_[b][static_cast<size_t>(part.member)];
       const std::vector<std::string> own = groups_[held.group].rule->state_names();
       const auto found = std::find(own.begin(), own.end(), state_name) - own.begin();
       if (found == std::ssize(own) || !held.has_state) continue;
-      const BucketParameter& parameter = layout.members()[i];
-      shards.push_back({parameter.name, parameter.whole, layout.placement(parameter, layout.state()),
+      const BucketParameter& parameter = buckets[b]->layout().members()[static_cast<size_t>(part.member)];
+      shards.push_back({parameter.name, parameter.whole, part.at,
                         held.state.empty() ? at::empty({0}, buckets[b]->rules().main) : held.state[found]});
     }
   }

@@ -2,7 +2,52 @@
 
 #include <algorithm>
 
+#include "shardproof/base/check.h"
+
 namespace shardproof {
+namespace {
+
+// How gradients lie among the ranks that train one model, which sum or cut them; along other axes each has some of its own.
+Layout of_one_model(const BucketContext& context, const BucketParameter& member, const Placement& at) {
+  Layout layout = at.layout;
+  for (const Axis& axis : at.mesh.axes())
+    if (!layout.splits(axis.name) && !member.own.mesh.has(axis.name) && !std::ranges::count(context.rules.sum_axes, axis.name))
+      layout = add_partial(std::move(layout), axis.name);
+  return layout;
+}
+
+std::vector<OwnPart> parts_of(const BucketContext& context) {
+  const BucketLayout& layout = context.layout;
+  const std::vector<BucketParameter>& members = layout.members();
+  std::vector<OwnPart> parts;
+  for (int64_t i = 0; i < std::ssize(members); ++i) parts.push_back({i, layout.placement(members[i], layout.state()), {}, {}});
+  for (const Segment& segment : layout.state().segments) {
+    OwnPart& part = parts[static_cast<size_t>(segment.member)];
+    const BucketParameter& member = members[static_cast<size_t>(segment.member)];
+    SHARD_CHECK(part.local.size() == 0, "bucket", "the optimizer's part of {} lies in several pieces", member.name);
+    part.local = {segment.local, segment.local + segment.size()};
+    part.first_copies = first_copies(member.whole, part.at.mesh, of_one_model(context, member, part.at), layout.rank());
+    for (Interval& run : part.first_copies) run = {segment.local + run.begin, segment.local + run.end};
+  }
+  std::ranges::stable_sort(parts, {}, [&](const OwnPart& part) { return members[static_cast<size_t>(part.member)].offset; });
+  return parts;
+}
+
+}  // namespace
+
+Bucket::Bucket(BucketContext context, const Initializer& initialize)
+    : context_(std::move(context)), parameters(context_, initialize), gradient(context_), parts_(parts_of(context_)) {}
+
+const OwnPart& Bucket::part(int64_t member) const { return *std::ranges::find(parts_, member, &OwnPart::member); }
+
+std::vector<Shard> Bucket::shards(const at::Tensor& buffer) const {
+  std::vector<Shard> shards;
+  for (const OwnPart& part : parts_) {
+    const BucketParameter& member = layout().members()[static_cast<size_t>(part.member)];
+    shards.push_back({member.name, member.whole, part.at, part.of(buffer)});
+  }
+  return shards;
+}
 
 bool Bucket::trainable() const {
   for (const at::Tensor& view : views())

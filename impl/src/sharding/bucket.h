@@ -9,14 +9,24 @@
 
 namespace shardproof {
 
+// What the optimizer of this rank works on of one parameter. Buffers of main parameters, of final gradients and of the
+// optimizer's state are laid out alike.
+struct OwnPart {
+  int64_t member = 0;                  // in the layout's members
+  Placement at;                        // of the parameter in such a buffer, on all ranks
+  Interval local;                      // where this rank's part begins and ends there; empty where it has none
+  std::vector<Interval> first_copies;  // of it, what counts where each element of the model that is trained is to count once
+
+  at::Tensor of(const at::Tensor& buffer) const { return buffer.narrow(0, local.begin, local.size()); }
+};
+
 class Bucket {
  private:
   const BucketContext context_;
 
  public:
   // Copies the parameters' values into buffers, or fills those of meta parameters; see BucketParameters. Collective.
-  Bucket(BucketContext context, const Initializer& initialize)
-      : context_(std::move(context)), parameters(context_, initialize), gradient(context_) {}
+  Bucket(BucketContext context, const Initializer& initialize);
   Bucket(const Bucket&) = delete;
 
   const Strategy& strategy() const { return context_.strategy; }
@@ -24,6 +34,11 @@ class Bucket {
   const BucketLayout& layout() const { return context_.layout; }
   const BucketRules& rules() const { return context_.rules; }
   const std::vector<at::Tensor>& views() const { return context_.views; }
+  // One of every parameter, by offset.
+  const std::vector<OwnPart>& parts() const { return parts_; }
+  const OwnPart& part(int64_t member) const;
+  // All of a buffer that parts lie in.
+  std::vector<Shard> shards(const at::Tensor& buffer) const;
 
   // Whether any parameter requires a gradient now; they may be frozen and thawed between steps, the same on every rank.
   bool trainable() const;
@@ -32,6 +47,9 @@ class Bucket {
 
   BucketParameters parameters;
   BucketGradient gradient;
+
+ private:
+  const std::vector<OwnPart> parts_;
 };
 
 }  // namespace shardproof

@@ -13,24 +13,6 @@
 namespace shardproof {
 namespace {
 
-// Whether a rank with a lower coordinate along an axis that sums or cuts gradients holds the same. Ranks along other axes have
-// gradients of their own.
-bool is_copy(const Bucket& bucket, const BucketParameter& member, const Placement& at) {
-  return std::ranges::any_of(at.mesh.axes(), [&](const Axis& axis) {
-    const bool sums = std::ranges::count(bucket.rules().sum_axes, axis.name) > 0;
-    return (sums || member.own.mesh.has(axis.name)) && !at.layout.splits(axis.name) &&
-           at.mesh.coordinate(bucket.layout().rank(), axis.name) != 0;
-  });
-}
-
-bool holds_copies(const Layout& layout) {
-  return std::ranges::any_of(layout.dims, [](const std::vector<Split>& splits) {
-    return std::ranges::any_of(splits, [](const Split& split) {
-      return std::ranges::any_of(split.segments, [](const CutSegment& segment) { return segment.copied; });
-    });
-  });
-}
-
 // Runs `visit` on every run of gradient elements of trained parameters that no lower rank holds as well, as float or double;
 // never on padding. Over the ranks that train one model each element of each parameter comes once. The runs may be used as long
 // as the tensors returned live. They are in the CPU's memory, those of a device after a copy; or, where they `stay`, in its
@@ -50,22 +32,14 @@ std::vector<at::Tensor> visit_gradients(const std::vector<Bucket*>& buckets, con
     if (gradient.scalar_type() != at::kDouble) gradient = gradient.to(at::kFloat);  // exact
     if (!what.stay) gradient = gradient.to(at::kCPU);
     visited.push_back(gradient);
-    for (const Segment& segment : bucket->layout().state().segments) {
-      if (!bucket->trains(segment.member)) continue;
-      const BucketParameter& member = bucket->layout().members()[segment.member];
-      const Placement at = bucket->layout().placement(member, bucket->layout().state());
-      if (is_copy(*bucket, member, at)) continue;
-      const auto visit_part = [&](int64_t begin, int64_t size) {
-        const auto count = static_cast<size_t>(size);
-        if (gradient.scalar_type() == at::kDouble) visit(member, std::span(gradient.const_data_ptr<double>() + begin, count));
-        else visit(member, std::span(gradient.const_data_ptr<float>() + begin, count));
-      };
-      if (!holds_copies(at.layout)) {  // it lies in one piece, of however many runs of the whole parameter
-        visit_part(segment.local, segment.size());
-        continue;
+    for (const OwnPart& part : bucket->parts()) {
+      if (!bucket->trains(part.member)) continue;
+      const BucketParameter& member = bucket->layout().members()[static_cast<size_t>(part.member)];
+      for (const Interval& run : part.first_copies) {
+        const auto span = [&](const auto* values) { return std::span(values + run.begin, static_cast<size_t>(run.size())); };
+        if (gradient.scalar_type() == at::kDouble) visit(member, span(gradient.const_data_ptr<double>()));
+        else visit(member, span(gradient.const_data_ptr<float>()));
       }
-      for (const OwnedRun& run : owned_runs(member.whole, at.mesh, at.layout, bucket->layout().rank()))
-        if (run.first_copy) visit_part(segment.local + run.local, run.whole.size());
     }
   }
   return visited;

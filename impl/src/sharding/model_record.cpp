@@ -96,17 +96,11 @@ void walk(Visit& visit, Placement& at) {
   visit(at.layout.bucket.length);
 }
 template <class Visit>
-void walk(Visit& visit, ParameterRecord& parameter) {
-  visit(parameter.name);
-  each(visit, parameter.shape);
-  number(visit, parameter.dtype);
-  walk(visit, parameter.at);
-}
-template <class Visit>
-void walk(Visit& visit, PlainRecord& tensor) {
+void walk(Visit& visit, TensorRecord& tensor) {
   visit(tensor.name);
   each(visit, tensor.shape);
   number(visit, tensor.dtype);
+  walk(visit, tensor.at);
 }
 template <class Visit>
 void walk(Visit& visit, ModelRecord& record) {
@@ -129,9 +123,10 @@ void each(Visit& visit, std::vector<Item>& items) {
 ModelRecord record_of(const Sharded::Impl& sharded) {
   ModelRecord record{{}, {}, sharded.aliases, {}};
   for (const Bucket* bucket : sharded.schedule.buckets())
-    for (const BucketParameter& member : bucket->layout().members())
-      record.parameters.push_back(
-          {member.name, member.whole, bucket->rules().main, bucket->layout().placement(member, bucket->layout().state())});
+    for (int64_t i = 0; i < std::ssize(bucket->layout().members()); ++i) {
+      const BucketParameter& member = bucket->layout().members()[static_cast<size_t>(i)];
+      record.parameters.push_back({member.name, member.whole, bucket->rules().main, bucket->part(i).at});
+    }
   for (const auto& [name, tensor] : sharded.plain_tensors().state)
     record.plain.push_back({name, tensor.sizes().vec(), tensor.scalar_type()});
   for (const auto& extra : extra_state_of(*sharded.module)) record.extra.emplace_back(extra);

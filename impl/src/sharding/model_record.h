@@ -9,23 +9,16 @@
 
 namespace shardproof {
 
-struct ParameterRecord {
-  std::string name;
-  Shape shape;
-  at::ScalarType dtype = at::kFloat;  // of the main parameter
-  Placement at;                       // of it
-};
-
-// A buffer of state, or a parameter that is not sharded: it lies whole on every rank.
-struct PlainRecord {
+struct TensorRecord {
   std::string name;
   Shape shape;
   at::ScalarType dtype = at::kFloat;
+  Placement at = {};
 };
 
 struct ModelRecord {
-  std::vector<ParameterRecord> parameters;                   // in the order of the units
-  std::vector<PlainRecord> plain;                            // by name
+  std::vector<TensorRecord> parameters;                      // main ones, in the order of the units
+  std::vector<TensorRecord> plain;  // by name: buffers of state and parameters that are not sharded, whole on every rank
   std::vector<std::pair<std::string, std::string>> aliases;  // every name, and the one that the parameter is sharded under
   std::vector<std::pair<std::string, std::string>> extra;    // what modules keep beside tensors: the name, and bytes
 };

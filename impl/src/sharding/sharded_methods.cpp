@@ -128,14 +128,12 @@ bool Sharded::gradients_are_finite() {
 std::vector<Shard> Sharded::Impl::shards(Kind kind) const {
   std::vector<Shard> all;
   for (Bucket* bucket : schedule.buckets()) {
-    const BucketLayout& layout = bucket->layout();
     if (kind != Kind::gradient) bucket->parameters.require_own();
     if (kind == Kind::gradient && !bucket->gradient.final()) continue;
     if (kind == Kind::parameter) bucket->parameters.await_updated();
     if (kind == Kind::main) bucket->parameters.await_main();
     std::vector<Shard> own = kind == Kind::parameter ? bucket->parameters.shards()
-                             : kind == Kind::main    ? layout.shards(layout.state(), bucket->parameters.main())
-                                                     : layout.shards(layout.state(), bucket->gradient.values());
+                             : bucket->shards(kind == Kind::main ? bucket->parameters.main() : bucket->gradient.values());
     if (kind == Kind::gradient) std::erase_if(own, [&](const Shard& shard) { return !bucket->trains(shard.name); });
     std::move(own.begin(), own.end(), std::back_inserter(all));
   }
@@ -172,13 +170,14 @@ std::map<std::string, ParameterPlacement> Sharded::placements() const {
   std::map<std::string, ParameterPlacement> placements;
   for (const Bucket* bucket : impl_->schedule.buckets()) {
     const BucketLayout& layout = bucket->layout();
-    for (const BucketParameter& member : layout.members())
+    for (const OwnPart& part : bucket->parts()) {
+      const BucketParameter& member = layout.members()[static_cast<size_t>(part.member)];
       placements[member.name] = {.shape = member.whole,
                                  .compute = bucket->rules().compute,
                                  .main = bucket->rules().main,
                                  .parameter = layout.placement(member, layout.parameter()),
-                                 .gradient = layout.placement(member, layout.state()),
-                                 .state = layout.placement(member, layout.state())};
+                                 .state = part.at};
+    }
   }
   return placements;
 }

@@ -62,7 +62,7 @@ void make_known(Comm& world, Side& side) {
 }
 
 struct Pair {
-  const ParameterRecord *from, *to;
+  const TensorRecord *from, *to;
 };
 
 // What is copied where. The same, or the same Error, on every rank.
@@ -71,20 +71,20 @@ std::vector<Pair> pairs_of(const ModelRecord& from, const ModelRecord& to) {
   for (const auto& [name, first] : from.aliases) names.push_back(name);
   std::vector<Pair> pairs;
   std::set<std::string> used;
-  for (const ParameterRecord& wanted : to.parameters) {
+  for (const TensorRecord& wanted : to.parameters) {
     const auto alias =
         std::find_if(from.aliases.begin(), from.aliases.end(), [&](const auto& known) { return known.first == wanted.name; });
     SHARD_REQUIRE(alias != from.aliases.end(), "transfer", "the model to transfer from has no parameter '{}'.{}", wanted.name,
                   did_you_mean(wanted.name, names));
     const auto source = std::find_if(from.parameters.begin(), from.parameters.end(),
-                                     [&](const ParameterRecord& parameter) { return parameter.name == alias->second; });
+                                     [&](const TensorRecord& parameter) { return parameter.name == alias->second; });
     SHARD_REQUIRE(source->shape == wanted.shape, "transfer",
                   "{} has shape [{}] in the model to transfer from and [{}] in the other", wanted.name,
                   fmt::join(source->shape, ","), fmt::join(wanted.shape, ","));
     pairs.push_back({&*source, &wanted});
     used.insert(source->name);
   }
-  for (const ParameterRecord& given : from.parameters)
+  for (const TensorRecord& given : from.parameters)
     SHARD_REQUIRE(used.contains(given.name), "transfer", "the model to transfer to has no parameter '{}'", given.name);
   return pairs;
 }
@@ -103,8 +103,8 @@ void require_all(const Items& given, const Items& there, Name name, const char* 
 void require_same_plain(const ModelRecord& from, const ModelRecord& to) {
   using Extra = std::pair<std::string, std::string>;
   constexpr const char* kPlain = "buffer or plain parameter";
-  require_all(from.plain, to.plain, &PlainRecord::name, kPlain, "to");
-  require_all(to.plain, from.plain, &PlainRecord::name, kPlain, "from");
+  require_all(from.plain, to.plain, &TensorRecord::name, kPlain, "to");
+  require_all(to.plain, from.plain, &TensorRecord::name, kPlain, "from");
   require_all(from.extra, to.extra, &Extra::first, "extra state", "to");
   require_all(to.extra, from.extra, &Extra::first, "extra state", "from");
   for (size_t i = 0; i < to.plain.size(); ++i)
@@ -168,7 +168,7 @@ void move_plain(Comm& world, const Side& from, const Side& to, const Way& way, i
   const bool gives = from.ranks.front() == world.rank();
   const at::TensorOptions bytes = at::TensorOptions(at::kByte).device(way.device);
   const Placement one{Mesh({{"one", 1}}), replicated()}, every{Mesh({{"every", std::ssize(to.ranks)}}), replicated()};
-  for (const PlainRecord& tensor : from.record.plain) {
+  for (const TensorRecord& tensor : from.record.plain) {
     const int64_t size = numel(tensor.shape) * static_cast<int64_t>(c10::elementSize(tensor.dtype));
     at::Tensor source, target;
     if (gives) source = sources.at(tensor.name).to(bytes.device()).contiguous().view({-1}).view(at::kByte);

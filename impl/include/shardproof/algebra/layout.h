@@ -74,16 +74,28 @@ std::vector<Box> owned(const Shape& shape, const Mesh& mesh, const Layout& layou
 // A run of the tensor's elements, in row-major order, that a rank holds.
 struct OwnedRun {
   Interval whole;
-  int64_t local = 0;       // where it begins in the rank's storage order
-  bool first_copy = true;  // no lower rank along the splitting axes holds it
+  int64_t local = 0;  // where it begins in the rank's storage order
   bool operator==(const OwnedRun&) const = default;
 };
 
-// Returns what `rank` holds as runs, in its storage order. Runs that follow each other are joined. Law: the first copies among
-// the runs of all ranks that have the same coordinate along every replicated and partial axis tile the tensor exactly.
+// Returns what `rank` holds as runs, in its storage order. Runs that follow each other are joined.
 std::vector<OwnedRun> owned_runs(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank);
 
 // The number of elements that `rank` holds. It takes constant time for each split.
 int64_t owned_numel(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank);
+
+// Who else holds an element: other ranks along a replicated axis, which are replicas, and neighbours along a split in segments
+// where these are held in copies. Terms of a sum are nobody's copies.
+
+// The ranks with the coordinates of `rank` along every axis that the layout names, ascending. Law: they hold the same.
+std::vector<int64_t> replicas(const Mesh& mesh, const Layout& layout, int64_t rank);
+
+// For each rank the lowest one that holds the same, whole piece by whole piece. Law: it holds the same elements.
+std::vector<int64_t> first_holders(const Shape& shape, const Mesh& mesh, const Layout& layout);
+
+// What counts of what `rank` holds where each element is to count once: no rank with a lower coordinate along a replicated axis
+// or a split has it as a copy. As intervals of the rank's storage order, joined and not empty. Law: over all ranks that have
+// the same coordinate along every partial axis, these elements tile the tensor exactly.
+std::vector<Interval> first_copies(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank);
 
 }  // namespace shardproof

@@ -37,8 +37,7 @@ struct ParameterPlacement {
   Shape shape;                                             // of the whole parameter
   at::ScalarType compute = at::kFloat, main = at::kFloat;  // dtypes
   Placement parameter;                                     // of the parameter between steps, in the compute dtype
-  Placement gradient;                                      // of its gradient after the last backward, in the main dtype
-  Placement state;  // of the main parameter and of the optimizer's state, in the main dtype
+  Placement state;  // of the main parameter, of its gradient after the last backward and of the optimizer's state
 };
 
 }  // namespace shardproof
