@@ -303,8 +303,11 @@ class Faults(unittest.TestCase):
                                        "| B | a value | ctest | 1 test | Family.second | 3 |\n")
         bugs = [patch(name, "9", extra="# check: ctest -R ^Family[.]\n") for name in "AB"]
         code, rows, output = self.run_faults(bugs, "--skip-baseline")
-        # Family.second finds it once, for A. What B's page names finds nothing then, and the whole check goes on.
+        # Family.second finds it once, for A. What the page names for B finds nothing then, and the whole check goes on.
         self.assertEqual((code, rows["A"]["by"], rows["B"]["by"]), (0, "Family.second", "Family.first"), output)
+        named = load("faults").tests_named
+        self.assertEqual([named(by) for by in ("A.b", "A/A.b/0, C.d", "A.*", "A", "A.b*", "gradient of w", "")],
+                         ["^A\\.b$", "^A/A\\.b/0$|^C\\.d$", "^A\\.", "^A", "^A\\.b", "", ""])
 
     def test_how_many_runs_of_tests_find_a_bug_is_told_as_well(self):
         self.answer_as_ctest()
@@ -370,10 +373,6 @@ class Faults(unittest.TestCase):
             environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": path, **planted}
             said[bug] = subprocess.check_output([sys.executable, "-c", "import answer; print(answer.VALUE)"], env=environment)
         self.assertEqual(said, {None: b"1\n", "A": b"2\n", "B": b"1\n"})
-
-    def test_an_empty_patch_survives(self):
-        code, rows, output = self.run_faults([NO_CHANGE])
-        self.assertEqual((code, rows["NONE"]["verdict"]), (1, "survived"), output)
 
     def test_each_bug_meets_a_clean_tree(self):
         code, rows, output = self.run_faults([patch("A", "4"), NO_CHANGE, patch("B", "4")])
