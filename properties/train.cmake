@@ -43,6 +43,8 @@ set_tests_properties(Verify.the_golden_run_agrees_with_pytorch_in_python PROPERT
 
 shardproof_test(NAME placements_props LABEL train TORCH CASES 60 SOURCES sharding/placements_props.cpp
   sharding/whole_values_props.cpp kit/drawn_sharding.cpp kit/toy_modules.cpp)
+shardproof_test(NAME granules_props LABEL train TORCH CASES 300 SOURCES sharding/granules_props.cpp
+  kit/parity_models.cpp kit/parity_training.cpp kit/toy_modules.cpp)
 shardproof_test(NAME canonical_props LABEL parallel TORCH SOURCES nn/canonical/canonical_props.cpp
   nn/canonical/canonical_refusals_props.cpp)
 shardproof_test(NAME context_props LABEL parallel TORCH CASES 200 SOURCES parallel/context/context_props.cpp

@@ -94,6 +94,7 @@ std::vector<OptionRow> rows_of_cases() {
       {"lora_layers", &O::lora_layers, {}, {1, 2, 3, 4, 5, 6, 7}, 0.9, 0, /*draws_apart=*/true},
       {"lora_dropout", &O::lora_dropout, {}, {10, 25, 50}, 0.6, 0, /*draws_apart=*/true},
       {"dims", &O::dims, {"one", "chosen"}, {1}, 0.3, 0, /*draws_apart=*/true},
+      {"granules", &O::granules, {"one", "rows", "whole", "chosen"}, {1, 2, 3, 3}, 0.25, 0, /*draws_apart=*/true},
       {"ema", &O::ema, {}, {50, 90, 99}, 0.3, 0, /*draws_apart=*/true},
   };
 }

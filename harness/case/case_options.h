@@ -59,6 +59,8 @@ struct CaseOptions {
   int64_t lora_layers = 0;         // 0: beside all linear layers, else beside those that this number chooses
   int64_t lora_dropout = 0;        // in percent
   int64_t dims = 0;                // with granularity=row each parameter is cut along a dim that the seed chooses
+  // Parameters have granules of their own: 1: rows, 2: all of the parameter, 3: what the seed chooses for each.
+  int64_t granules = 0;
   int64_t ema = 0;                 // averages of parameters are kept, with a decay of so many percent; 0: none
   std::vector<int64_t> sharding = standard_sharding();  // the values of named_options()
 

@@ -132,6 +132,9 @@ void validate_options(const Case& c) {
                 "give bucket_bytes_max or bucket_count, not both");
   SHARD_REQUIRE(!o.has("granularity", "row") || o.has("gather", "copied"), "case",
                 "granularity=row leaves no parameter in one piece in memory that ranks share; leave out gather=side_by_side");
+  SHARD_REQUIRE((applied.granule == 1 && o.granules == 0) || o.has("granularity", "element"), "case",
+                "granule and granules say where granularity=element cuts; leave out granularity={}",
+                shardproof::named_option("granularity").text(static_cast<double>(applied.granularity)));
   for (const auto& [strategy, mesh] : {std::pair{shardproof::strategy(c.strategy), shardproof::data_parallel_mesh(c.mesh)},
                                        std::pair{unit_strategy(c), unit_mesh(c)}}) {
     const int64_t split = mesh.has(axes::dp_shard) ? mesh.size(axes::dp_shard) : 1;

@@ -59,6 +59,14 @@ Initializer initializer(const golden::Named& parameters) {
   };
 }
 
+int64_t granule_of(const Case& c, const std::string& name, const at::Tensor& part) {
+  const int64_t row = part.dim() == 0 ? 1 : part.numel() / part.size(0);
+  if (c.options.granules == 1) return row;
+  if (c.options.granules == 2) return part.numel();
+  const std::vector<int64_t> all = {1, 3, row, 2 * row, 7 * row + 1, part.numel()};
+  return all[Draws(c.seed, name + "granule").bits(0) % all.size()];
+}
+
 ShardOptions shard_options(const Case& c, const golden::Run& run, c10::Device device) {
   const CaseOptions& o = c.options;
   ShardOptions options;
@@ -78,6 +86,8 @@ ShardOptions shard_options(const Case& c, const golden::Run& run, c10::Device de
     options.shard_dim_of = [c](const std::string& name, const at::Tensor& parameter) {
       return static_cast<int64_t>(Draws(c.seed, name + "dim").bits(0) % static_cast<uint64_t>(parameter.dim()));
     };
+  if (o.granules != 0)
+    options.granule_of = [c](const std::string& name, const at::Tensor& part) { return granule_of(c, name, part); };
   // cuBLAS chooses kernels by alignment; the golden run's tensors have that of LibTorch's allocator.
   if (device.is_cuda()) options.alignment_bytes = 512;
   if (!device.is_cpu()) options.gather = Gather::copied;

@@ -29,10 +29,10 @@ UnitOptions options_of(const DrawnSharding& d, const std::string& unit) {
 std::string DrawnSharding::str() const {
   return fmt::format(
       "{} {} ({} in blocks{}) on {}: {} heads, {} of keys, tied {}, sequence {}, aligned to {}, buckets of {} bytes, cut by {} "
-      "along dim {}",
+      "along dim {}, in granules of {}",
       llama ? "llama" : "gpt", row.name, row_of_blocks.name, blocks_on_one_axis ? ", on one axis" : "", mesh.str(), heads,
       kv_heads, tied, sequence, alignment, bucket_bytes_max,
-      named_option("granularity").text(static_cast<double>(granularity)), shard_dim);
+      named_option("granularity").text(static_cast<double>(granularity)), shard_dim, granule);
 }
 
 DrawnModel DrawnSharding::make() const {
@@ -58,13 +58,22 @@ std::optional<TensorParallel> DrawnSharding::cut(const DrawnModel& model, const 
   return parallel;
 }
 
+int64_t DrawnSharding::granule_of(const Shape& part) const {
+  return granule > 0 ? granule : part.empty() ? 1 : numel(part) / part[0];
+}
+
 ShardOptions DrawnSharding::options() const {
+  ParameterGranule by_rows;
+  if (granule == 0)
+    by_rows = [d = *this](const std::string&, const at::Tensor& part) { return d.granule_of(part.sizes().vec()); };
   return {.strategy = row,
           .units = by_type<GptBlockImpl, LlamaLayerImpl>(),
           .bucket_bytes_max = bucket_bytes_max,
           .alignment_bytes = alignment,
           .granularity = granularity,
           .shard_dim = shard_dim,
+          .granule = std::max<int64_t>(1, granule),
+          .granule_of = by_rows,
           .precision = {.main = at::kFloat, .compute = at::kBFloat16},
           .unit_options = [d = *this](const std::string& unit) { return options_of(d, unit); }};
 }
@@ -89,6 +98,7 @@ DrawnSharding drawn_sharding() {
   d.bucket_bytes_max = *rc::gen::element<int64_t>(0, 200, 2000);
   d.granularity = *rc::gen::element(Granularity::element, Granularity::tensor, Granularity::row);
   d.shard_dim = *rc::gen::element<int64_t>(0, 1);
+  if (d.granularity == Granularity::element) d.granule = *rc::gen::element<int64_t>(1, 0, 0, 3, 32);
   return d;
 }
 

@@ -27,6 +27,7 @@ struct DrawnSharding {
   int64_t alignment = 64, bucket_bytes_max = 0;
   shardproof::Granularity granularity = shardproof::Granularity::element;
   int64_t shard_dim = 0;
+  int64_t granule = 1;  // of elements; 0: rows of each parameter
 
   std::string str() const;
   // With equal values on every rank.
@@ -36,6 +37,8 @@ struct DrawnSharding {
                                                 const std::shared_ptr<shardproof::MeshComm>& comms) const;
   // For fully_shard: bfloat16, with main parameters of float32.
   shardproof::ShardOptions options() const;
+  // How many elements stay together of what a rank along tp holds of a parameter, in this shape.
+  int64_t granule_of(const shardproof::Shape& part) const;
 };
 
 // Inside of a RapidCheck property.

@@ -6,6 +6,7 @@
 #include <map>
 
 #include "properties/kit/drawn_sharding.h"
+#include "properties/kit/granules.h"
 #include "shardproof/comm/traced.h"
 #include "shardproof/shardproof.h"
 
@@ -80,6 +81,9 @@ void expect_told_alone(const DrawnSharding& d) {
     auto state = by_name(optimizer.state("exp_avg"));
     for (const auto& [name, placed] : placements) {
       const std::string where = fmt::format("{}, rank {}, {}", d.str(), rank, name);
+      if (d.granularity == Granularity::element)
+        for (const Placement* at : {&placed.parameter, &placed.state})
+          kit::expect_between_granules(where, placed.shape, *at, [&](const Shape& part) { return d.granule_of(part); });
       expect_held(where, placed, placed.parameter, rank, parameters[name], whole.at(name), at::kBFloat16);
       expect_held(where, placed, placed.state, rank, main[name], whole.at(name), at::kFloat);
       expect_held(where + ".exp_avg", placed, placed.state, rank, state[name], {}, at::kFloat);

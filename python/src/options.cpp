@@ -44,15 +44,16 @@ Initializer initializer_of(const py::handle& value) {
   };
 }
 
-// A function of Python, called as shard_dim(name, parameter).
-ParameterDim dim_of(const py::handle& value) {
+// A function of Python, called as shard_dim(name, parameter) or granule(name, part).
+std::function<int64_t(const std::string&, const at::Tensor&)> number_of(const py::handle& value, const char* option,
+                                                                       const char* number) {
   const Held function(py::reinterpret_borrow<py::object>(value));
-  return [function](const std::string& name, const at::Tensor& parameter) {
+  return [function, option, number](const std::string& name, const at::Tensor& parameter) {
     const py::gil_scoped_acquire locked;
-    const py::object dim = function.get()(name, parameter);
-    SHARD_REQUIRE(py::isinstance<py::int_>(dim), "fully_shard", "shard_dim returned {} for parameter {}. Let it return a dim",
-                  py::repr(dim).cast<std::string>(), name);
-    return dim.cast<int64_t>();
+    const py::object said = function.get()(name, parameter);
+    SHARD_REQUIRE(py::isinstance<py::int_>(said), "fully_shard", "{} returned {} for parameter {}. Let it return {}", option,
+                  py::repr(said).cast<std::string>(), name, number);
+    return said.cast<int64_t>();
   };
 }
 
@@ -101,8 +102,13 @@ const std::map<std::string, Setter>& setters() {
       {"initialize", [](ShardOptions& o, const py::handle& v) { o.initialize = initializer_of(v); }},
       {"shard_dim",
        [](ShardOptions& o, const py::handle& v) {
-         if (PyCallable_Check(v.ptr())) o.shard_dim_of = dim_of(v);
+         if (PyCallable_Check(v.ptr())) o.shard_dim_of = number_of(v, "shard_dim", "a dim");
          else named_option("shard_dim").set(o, static_cast<double>(v.cast<int64_t>()));
+       }},
+      {"granule",
+       [](ShardOptions& o, const py::handle& v) {
+         if (PyCallable_Check(v.ptr())) o.granule_of = number_of(v, "granule", "a number of elements");
+         else named_option("granule").set(o, static_cast<double>(v.cast<int64_t>()));
        }},
       {"recompute_modules", [](ShardOptions& o, const py::handle& v) { o.recompute_modules = modules_named(v); }},
   };

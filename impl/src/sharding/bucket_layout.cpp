@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 
 #include "shardproof/base/check.h"
@@ -39,6 +40,27 @@ std::vector<Shape> shapes_of(const BucketParameter& member) {
   return shapes;
 }
 
+// The least multiple of `alignment` from `begin` on at which even chunks cut the member between granules; nothing where there
+// is none. `next` becomes at most the least larger chunk with which the member would lie elsewhere from the cut before it.
+std::optional<int64_t> offset_between_granules(const BucketParameter& member, int64_t begin, int64_t alignment, int64_t chunk,
+                                               int64_t& next) {
+  const int64_t step = std::lcm(alignment, member.granule);
+  begin = round_up(begin, alignment);
+  int64_t cut = round_up(begin, chunk);
+  for (int attempt = 0; attempt < 2; ++attempt, begin = cut, cut += chunk) {
+    const int64_t room = cut - begin, before = room / step * step;
+    if (member.room <= room) return begin;
+    next = std::min({next, chunk + before + step - room, chunk + member.room - room});
+    if (before == 0) continue;
+    if (member.room - before <= chunk) return cut - before;
+    next = std::min(next, member.room - before);
+    if (chunk % member.granule > 0) continue;  // the cuts behind that one would fall within granules
+    next = chunk + 1;
+    return cut - before;
+  }
+  return {};
+}
+
 bool is_cut_by(const Layout& layout, const std::string& axis) {
   return std::ranges::any_of(layout.flat, [&](const Split& split) { return split.axis == axis; });
 }
@@ -52,7 +74,7 @@ void require_movable(const CollectiveStep& collective, const Strategy& strategy,
 }  // namespace
 
 BucketLayout::BucketLayout(std::vector<BucketParameter> members, const Strategy& strategy, const Mesh& mesh, int64_t rank,
-                           int64_t alignment_elements, Granularity granularity, int64_t bucket_multiple)
+                           int64_t alignment_elements, bool by_rows, int64_t bucket_multiple)
     : mesh_(mesh), rank_(rank), members_(std::move(members)), by_offset_(members_.size()) {
   std::iota(by_offset_.begin(), by_offset_.end(), size_t{0});
   for (const Layout* layout :
@@ -61,16 +83,16 @@ BucketLayout::BucketLayout(std::vector<BucketParameter> members, const Strategy&
                   strategy.name, layout->str());
   int64_t multiple = bucket_multiple, cuts = 1;
   for (const Layout* layout : {&strategy.parameter, &strategy.accumulated, &strategy.state}) {
-    cuts = std::max(cuts, chunks(*layout, mesh));
+    cuts = std::lcm(cuts, chunks(*layout, mesh));
     multiple = std::lcm(multiple, chunks(*layout, mesh));
   }
   for (const std::string& axis : strategy.produced.partial)  // a sum over ranks that keep the same part has a slice for each
     if (!is_cut_by(strategy.state, axis)) multiple = std::lcm(multiple, cuts * mesh.size(axis));
   if (strategy.between) multiple = std::lcm(multiple, chunks(*strategy.between, mesh));
-  if (granularity == Granularity::row && cuts > 1)
+  if (by_rows && cuts > 1)
     place_rows(alignment_elements, strategy, cuts, multiple);
   else
-    place(alignment_elements, cuts, multiple, granularity);
+    place(alignment_elements, strategy.between ? std::lcm(cuts, chunks(*strategy.between, mesh)) : cuts, multiple);
 
   whole_ = view(strategy.compute, mesh, rank);
   parameter_ = view(strategy.parameter, mesh, rank);
@@ -105,14 +127,34 @@ int64_t BucketLayout::place_in_order(int64_t alignment) {
   return end;
 }
 
-void BucketLayout::place(int64_t alignment, int64_t cuts, int64_t multiple, Granularity granularity) {
-  if (granularity == Granularity::tensor && cuts > 1)
-    numel_ = cuts * place_whole(alignment, cuts, multiple);
-  else
+void BucketLayout::place(int64_t alignment, int64_t cuts, int64_t multiple) {
+  const auto is_free = [](const BucketParameter& member) { return member.granule == 1; };
+  const auto is_whole = [](const BucketParameter& member) { return member.granule >= member.room; };
+  if (cuts == 1 || std::ranges::all_of(members_, is_free))
     numel_ = place_in_order(alignment);
+  else
+    numel_ = cuts * (std::ranges::all_of(members_, is_whole) ? place_whole(alignment, cuts, multiple)
+                                                             : place_granules(alignment, cuts, multiple));
   numel_ = std::max(multiple, round_up(numel_, multiple));
   for (const size_t i : by_offset_)
     if (members_[i].numel > 0) placed_.push_back({static_cast<int64_t>(i), {0, members_[i].numel}, members_[i].offset});
+}
+
+// Returns the size of a chunk.
+int64_t BucketLayout::place_granules(int64_t alignment, int64_t cuts, int64_t multiple) {
+  const int64_t step = std::lcm(alignment, multiple / cuts), least = (place_in_order(alignment) + cuts - 1) / cuts;
+  // The least chunk in which the greedy search succeeds. With those below `next` every member lies as far from a cut as before.
+  for (int64_t chunk = round_up(least, step), next = 0;; chunk = round_up(next, step)) {
+    int64_t end = 0;
+    next = std::numeric_limits<int64_t>::max();
+    const bool fits = std::ranges::all_of(members_, [&](BucketParameter& member) {
+      const std::optional<int64_t> offset = offset_between_granules(member, end, alignment, chunk, next);
+      if (offset) member.offset = *offset;
+      end = member.offset + member.room;
+      return offset && end <= cuts * chunk;
+    });
+    if (fits) return chunk;
+  }
 }
 
 // Returns the size of a chunk.

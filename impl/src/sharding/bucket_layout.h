@@ -1,6 +1,7 @@
 // Where the parameters of one bucket lie, and which part of the bucket each of a strategy's layouts gives this rank.
-// Offsets do not depend on the mesh, unless parameters must lie whole on a rank; only the zero padding does. They are the same
-// on every rank, also where tensor parallelism leaves the ranks parts of different sizes: then the largest ones decide.
+// Offsets do not depend on the mesh, unless parameters have granules that no cut takes apart; only the zero padding does. They
+// are the same on every rank, also where tensor parallelism leaves the ranks parts of different sizes: then the largest ones
+// decide.
 //
 // A bucket is what collectives move, and its even parts are what ranks hold. Units compute in another buffer, in which each
 // parameter lies in one piece. The two are the same memory unless parameters are cut by rows (Granularity::row): then a bucket
@@ -34,6 +35,7 @@ struct BucketParameter {
   Shape whole;         // shape of the whole parameter
   Placement own = {};  // how `shape` comes from it, on the tensor-parallel axis alone
   int64_t cut_dim = 0;  // along which Granularity::row cuts it
+  int64_t granule = 1;  // cuts fall at multiples of it from the beginning; at most `room`, which keeps it whole
   bool is_cut() const { return own.layout != replicated(); }
 };
 
@@ -67,9 +69,14 @@ struct Stage {
 class BucketLayout {
  public:
   // Lays the members out (offsets are set here), each aligned; the total is padded so that every even split that the strategy
-  // makes on this mesh divides it, and that it is a multiple of `bucket_multiple`. `strategy` is as `on_mesh` gives it.
+  // makes on this mesh divides it, and that it is a multiple of `bucket_multiple`. `strategy` is as `on_mesh` gives it. Where
+  // members have granules and splits make n chunks, a chunk C is the least multiple of the alignment with which every cut falls
+  // between granules and the members keep their order. With R rooms, A rounded up to the alignment, and G granules, those to
+  // the least common multiple with it, C is at most each of these, rounded up to a multiple of what must divide it:
+  //   sum(R + G - 1) / n, to a multiple of all G     and     max(A, sum(A) / floor((n + 1) / 2)).
+  // Members that are all whole are placed by size instead, and C is at most max(A) + sum(A) / n.
   BucketLayout(std::vector<BucketParameter> members, const Strategy& strategy, const Mesh& mesh, int64_t rank,
-               int64_t alignment_elements, Granularity granularity, int64_t bucket_multiple = 1);
+               int64_t alignment_elements, bool by_rows, int64_t bucket_multiple = 1);
 
   const std::vector<BucketParameter>& members() const { return members_; }
   int64_t numel() const { return numel_; }
@@ -115,8 +122,9 @@ class BucketLayout {
     int64_t pieces = 1, distance = 0;
   };
 
-  void place(int64_t alignment, int64_t cuts, int64_t multiple, Granularity granularity);
+  void place(int64_t alignment, int64_t cuts, int64_t multiple);
   int64_t place_in_order(int64_t alignment);
+  int64_t place_granules(int64_t alignment, int64_t cuts, int64_t multiple);
   int64_t place_whole(int64_t alignment, int64_t cuts, int64_t multiple);
   void place_rows(int64_t alignment, const Strategy& strategy, int64_t cuts, int64_t multiple);
   void add_to_blocks(const Segment& segment, int64_t distance, size_t& last);

@@ -83,6 +83,10 @@ std::vector<NamedOption> all_options() {
       Row("shard_dim", &O::shard_dim,
           "Along which dim granularity row cuts: 1 is between columns. Parameters of fewer dims are cut along their last one.")
           .drawn({1, 1, 2}, 0.5),
+      Row("granule", &O::granule,
+          "Granularity element cuts each parameter only at multiples of so many elements, so that blocks of them stay whole.")
+          .least(1)
+          .drawn({2, 3, 5, 32, 32, 64, 100}, 0.2),
       Row("keep_whole_numel_max", &O::keep_whole_numel_max,
           "Parameters of at most so many elements stay whole on every rank, where the strategy shards parameters.")
           .drawn({1, 8, 40, 300}),

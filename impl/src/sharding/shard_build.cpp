@@ -34,7 +34,7 @@ BucketParameter member_of(const NamedParameter& parameter, const ParallelState* 
   const Shape shape = parameter.tensor.sizes().vec();
   BucketParameter member{
       .name = parameter.name, .shape = shape, .numel = parameter.tensor.numel(), .room = parameter.room, .whole = shape,
-      .cut_dim = parameter.cut_dim};
+      .cut_dim = parameter.cut_dim, .granule = std::min(parameter.granule, std::max<int64_t>(1, parameter.room))};
   if (!parallel) return member;
   const ParallelParameter* known = parallel->find(parameter.tensor);
   const Layout layout = known ? known->layout : replicated();
@@ -74,6 +74,7 @@ Shared shared_by_units(ShardOptions options) {
   options.recompute = nullptr;
   options.ignored = nullptr;
   options.shard_dim_of = nullptr;
+  options.granule_of = nullptr;
   options.initialize = nullptr;
   return {std::move(options), {}};
 }
@@ -141,8 +142,8 @@ std::unique_ptr<Bucket> make_bucket(Sharded::Impl& sharded, const UnitPlan& plan
   BucketRules rules = resolve(how.options, strategy, mesh, parameters.front().expert_ranks, tensors.front().scalar_type());
   rules.grad_partial_ranks = parameters.front().grad_partial_ranks;
   const auto alignment = how.options.alignment_bytes / static_cast<int64_t>(c10::elementSize(rules.compute));
-  BucketLayout layout(std::move(members), strategy, mesh, how.comms->rank(), alignment, how.options.granularity,
-                      how.options.bucket_multiple);
+  BucketLayout layout(std::move(members), strategy, mesh, how.comms->rank(), alignment,
+                      how.options.granularity == Granularity::row, how.options.bucket_multiple);
   return std::make_unique<Bucket>(
       BucketContext{plan.name().empty() ? "the root unit" : "unit '" + plan.name() + "'", std::move(tensors), strategy,
                     std::move(layout), how.comms, sharded.memory, sharded.transfers, std::move(rules),

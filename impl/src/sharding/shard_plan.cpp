@@ -1,9 +1,12 @@
 #include "sharding/shard_plan.h"
 
 #include <algorithm>
+#include <limits>
 #include <map>
+#include <numeric>
 #include <unordered_map>
 
+#include "parallel/tensor/parallel_state.h"
 #include "shardproof/base/check.h"
 
 namespace shardproof {
@@ -46,6 +49,36 @@ int64_t cut_dim_of(const NamedParameter& parameter, const ShardOptions& options)
                 "return one from {} to {}",
                 dim, parameter.name, dims, -dims, dims - 1);
   return dim < 0 ? dim + dims : dim;
+}
+
+// The shapes of what ranks along the axis that cuts a parameter hold of it.
+std::vector<Shape> shapes_of_parts(const at::Tensor& tensor, const ParallelState* parallel) {
+  const ParallelParameter* known = parallel ? parallel->find(tensor) : nullptr;
+  if (!known) return {tensor.sizes().vec()};
+  const Mesh& view = parallel->view(known->layout);
+  std::vector<Shape> shapes;
+  for (int64_t part = 0; part < view.size(); ++part) shapes.push_back(local_shape(known->shape, view, known->layout, part));
+  return shapes;
+}
+
+int64_t granule_of(const NamedParameter& parameter, const ShardOptions& options, const ParallelState* parallel) {
+  constexpr int64_t kAll = std::numeric_limits<int64_t>::max();
+  if (options.granularity == Granularity::tensor) return kAll;
+  if (!options.granule_of) return options.granule;
+  const std::vector<Shape> parts = shapes_of_parts(parameter.tensor, parallel);
+  int64_t most = 1, common = 1;
+  for (const Shape& shape : parts) most = std::max(most, numel(shape));
+  for (const Shape& shape : parts) {
+    if (numel(shape) == 0) continue;
+    const int64_t own = options.granule_of(parameter.name, at::empty(shape, parameter.tensor.options().device(at::kMeta)));
+    SHARD_REQUIRE(own >= 1, "fully_shard",
+                  "granule_of (in Python the function granule) says {} elements for parameter {}. Let it return 1 or more; "
+                  "as many as the parameter has keep it whole",
+                  own, parameter.name);
+    const int64_t times = own / std::gcd(common, own);
+    common = times > most / common ? kAll : times * common;  // what is above `most` may be beyond 64 bits
+  }
+  return common;
 }
 
 void require_shardable(const NamedParameter& parameter) {
@@ -174,10 +207,12 @@ UnitPlans plan_units(const std::shared_ptr<Module>& root, const std::vector<Shar
     result.aliases.emplace_back(item.key(), uses[index].parameter.name);
   }
   std::vector<NamedParameter> all;
+  const std::shared_ptr<ParallelState> parallel = parallel_state(*root);
   for (const Use& use : uses) {
     require_shardable(use.parameter);
     all.push_back(use.parameter);
     all.back().cut_dim = cut_dim_of(use.parameter, options);
+    all.back().granule = granule_of(use.parameter, options, parallel.get());
     result.units[use.unit].parameters.push_back(all.back());
   }
   require_separate(all);

@@ -19,6 +19,7 @@ struct NamedParameter {
   int64_t grad_partial_ranks = 1;  // so many ranks along that axis hold terms of its gradient
   int64_t expert_ranks = 1;        // so many ranks along ep hold parts of it, and their tokens are in its gradient already
   int64_t cut_dim = 0;             // along which Granularity::row cuts it
+  int64_t granule = 1;             // elements that no cut takes apart, which may be more than there are
   int64_t bytes() const { return room * static_cast<int64_t>(tensor.element_size()); }
 };
 

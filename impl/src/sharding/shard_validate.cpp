@@ -35,6 +35,10 @@ void validate(const ShardOptions& options, const Mesh& mesh) {
       options.granularity != Granularity::row || options.gather != Gather::side_by_side, "fully_shard",
       "ranks that compute in memory that they share (gather side_by_side) need each parameter there in one piece, and "
       "granularity `row` cuts it in several. Use gather `copied`, or another granularity");
+  SHARD_REQUIRE((options.granule == 1 && !options.granule_of) || options.granularity == Granularity::element, "fully_shard",
+                "granule says where granularity `element` cuts parameters, and granularity `{}` cuts them elsewhere. Leave one "
+                "of the two out",
+                named_option("granularity").text(static_cast<double>(options.granularity)));
   SHARD_REQUIRE(!options.divide_by_tokens || (options.gradient_divide == 0 && options.divide == Divide::after), "fully_shard",
                 "divide_by_tokens takes the place of gradient_divide and needs Divide::after");
   SHARD_REQUIRE(options.gradient_magnitude_max > 0, "fully_shard", "gradient_magnitude_max must be above 0, got {}",
@@ -191,6 +195,7 @@ Facts facts_of(const torch::nn::Module& root, const UnitPlans& plans, const Shar
   for (const NamedOption& option : named_options()) add(option.name, option.text(option.get(o)));
   add("reshard_after_forward", said(o.reshard_after_forward));
   add("initialize", o.initialize ? "given" : "not given");
+  add("granule_of", o.granule_of ? "given" : "not given");
   if (!failure.empty()) facts.emplace_back("failure", failure);
   std::vector<std::string> units;
   for (const UnitPlan& plan : plans.units) units.push_back(plan.name().empty() ? "the root" : plan.name());
@@ -204,11 +209,12 @@ Facts facts_of(const torch::nn::Module& root, const UnitPlans& plans, const Shar
       const at::Tensor& tensor = plan.parameters[i].tensor;
       const ParallelParameter* cut = parallel ? parallel->find(tensor) : nullptr;
       facts.emplace_back("parameter " + plan.parameters[i].name,
-                         fmt::format("{}{}{}, number {} of unit '{}'", said(tensor, cut ? cut->shape : tensor.sizes().vec()),
+                         fmt::format("{}{}{}{}, number {} of unit '{}'", said(tensor, cut ? cut->shape : tensor.sizes().vec()),
                                      tensor.requires_grad() ? "" : ", frozen",
                                      o.granularity == Granularity::row && tensor.dim() > 0
                                          ? fmt::format(", cut along dim {}", plan.parameters[i].cut_dim)
                                          : "",
+                                     o.granule_of ? fmt::format(", in granules of {}", plan.parameters[i].granule) : "",
                                      i + 1, plan.name()));
     }
   }

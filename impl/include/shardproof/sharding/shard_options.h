@@ -37,6 +37,11 @@ using ParameterSelector = std::function<bool(const std::string& name, const at::
 // Says a dim of a parameter; one below 0 is counted from behind the last. `name` is the parameter's first name.
 using ParameterDim = std::function<int64_t(const std::string& name, const at::Tensor& parameter)>;
 
+// Says how many neighbouring elements of a parameter stay together, at least 1: e.g. the size of a row, or all. `name` is the
+// parameter's first name. `part` has the shape and the dtype of what a rank holds of it before data parallelism cuts, and no
+// values.
+using ParameterGranule = std::function<int64_t(const std::string& name, const at::Tensor& part)>;
+
 // What stays gathered between a unit's forward and its backward. It is FSDP2's reshard_after_forward.
 class Reshard {
  public:
@@ -179,6 +184,15 @@ struct ShardOptions {
   // Says it for each parameter instead, on every rank alike. A dim that the parameter does not have throws Error. Scalars are
   // not asked about.
   ParameterDim shard_dim_of = {};
+  // Granularity::element cuts each parameter only at multiples of so many elements from its beginning, in row-major order, so
+  // that blocks of that size stay whole: a block of shared scales, or a row. The last block may be shorter. A granule that a
+  // parameter does not exceed keeps it whole. Every parameter still lies in one piece, the same memory is gathered and computed
+  // with, and parts stay even: only offsets and padding grow (docs/layout.md). Other granularities refuse another value than 1.
+  int64_t granule = 1;
+  // Says it for each parameter instead, on every rank alike. Where tensor parallelism leaves ranks parts of several shapes, it
+  // is asked about each of them on every rank, and their least common multiple holds for all, as all have the same offsets.
+  // What is empty is not asked about. An answer below 1 throws Error.
+  ParameterGranule granule_of = {};
   // Where the strategy shards parameters, those of at most so many elements stay whole on every rank between steps, in buckets
   // of their own. Their optimizer state stays sharded. 0: none do. This spares gathers of small parameters, as DeepSpeed's
   // stage3_param_persistence_threshold does.
