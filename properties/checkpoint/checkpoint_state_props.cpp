@@ -303,7 +303,12 @@ class Numbered final : public OptimizerState {
     return groups;
   }
   std::vector<std::string> state_names() const override { return inner_.state_names(); }
-  std::vector<Shard> state_shards(const std::string& name) const override { return inner_.state_shards(name); }
+  std::vector<Shard> state_shards(const std::string& name) const override {
+    std::vector<Shard> shards = inner_.state_shards(name);
+    for (Shard& shard : shards)
+      if (says_whole) shard.at.layout = replicated();
+    return shards;
+  }
   std::vector<Scalar> scalars() const override {
     std::vector<Scalar> all;
     for (const Group& group : inner_.groups())
@@ -320,6 +325,7 @@ class Numbered final : public OptimizerState {
   bool takes_settings() const override { return true; }
   void restore_settings(size_t, const std::vector<Setting>& all) override { settings = all; }
 
+  bool says_whole = false;  // each rank of its part
   std::map<std::string, double> numbers;
   std::vector<Setting> settings;
 
@@ -353,6 +359,22 @@ TEST(SavedState, numbers_and_settings_of_an_optimizer_come_back_and_a_number_tha
     expect_error([&] { load(scratch / "without", *run.sharded, &moments); },
                  {"optim.state.layers.0.weight.exp_avg has shape [5, 3] in the checkpoint, and here it is one number"});
   });
+}
+
+TEST(SavedState, state_that_lies_elsewhere_than_its_parameter_is_refused_on_every_rank) {
+  const Scratch scratch;
+  const Place place{"dp_shard=2", "zero3"};
+  std::atomic<int64_t> refused = 0;
+  on(place, [&](std::shared_ptr<Comm> comm) {
+    Trained run({}, place, comm);
+    run.train(0, 1);
+    Numbered optimizer(*run.optimizer, "restarts");
+    optimizer.says_whole = true;
+    expect_error([&] { save(scratch / "at", *run.sharded, &optimizer, {}); },
+                 {"exp_avg lies as replicated, and its parameter as flat[dp_shard]", "where a load will look for it"});
+    ++refused;
+  });
+  EXPECT_EQ(refused, 2);
 }
 
 class FullDisk : public FileSystem {

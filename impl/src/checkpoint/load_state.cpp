@@ -245,28 +245,26 @@ class Loader {
     return bytes;
   }
 
-  Wanted& want(const std::string& key, std::vector<Box> boxes) {
+  // What belongs to a parameter, or is a buffer.
+  Wanted& want(const std::string& key, const std::string& parameter) {
     Wanted& wanted = wanted_[key];
-    wanted.boxes = std::move(boxes);
-    const auto item = static_cast<uint64_t>(dtype_info(checkpoint_.tensors.at(key).dtype).bytes);
-    wanted.bytes = static_cast<uint64_t>(wanted.elements()) * item;
+    const StoredTensor& stored = checkpoint_.tensors.at(key);
+    const Placement& at = names_.state_placement(parameter);
+    wanted.boxes = owned(stored.sizes, at.mesh, at.layout, sharded_.rank());
+    wanted.bytes = static_cast<uint64_t>(wanted.elements() * dtype_info(stored.dtype).bytes);
     return wanted;
   }
 
-  // An optimizer's state, and what is kept along, lie as the main parameters do.
   void list_wanted() {
     mains_ = sharded_.impl().shards(Sharded::Impl::Kind::main);
-    std::map<std::string, std::vector<Box>> boxes;
-    for (const Shard& shard : mains_) boxes[shard.name] = owned(shard.shape, shard.at.mesh, shard.at.layout, sharded_.rank());
-    for (const auto& [name, tensor] : names_.plain) boxes[name] = {whole_box(tensor.sizes().vec())};
-    for (const auto& [name, key] : matched_.parameters) want(key, boxes.at(name));
+    for (const auto& [name, key] : matched_.parameters) want(key, name);
     for (const Restored& state : matched_.states)
       for (const std::string& state_name : state.state_names)
-        want(state_key(state.parameter, state_name), boxes.at(state.parameter)).of_state = true;
+        want(state_key(state.parameter, state_name), state.parameter).of_state = true;
     for (const auto& [first, shards_of] : sharded_.impl().kept_along)
-      for (const auto& [name, own] : boxes)
-        if (const std::string key = kept_key(first, name); matched_.kept_along.contains(key)) want(key, own);
-    for (const std::string& name : matched_.plain) want(model_key(name), boxes.at(name));
+      for (const Shard& shard : mains_)
+        if (const std::string key = kept_key(first, shard.name); matched_.kept_along.contains(key)) want(key, shard.name);
+    for (const std::string& name : matched_.plain) want(model_key(name), name);
   }
 
   // What the checkpoint lacks begins as the parameters that were loaded, as new averages do.

@@ -21,13 +21,9 @@ struct HeldBox {
 // What one rank would take to hold the whole tensor, and who else along the replicated axes could give it. Of a run that is
 // held in copies the plan names one.
 std::vector<HeldBox> held_boxes(const SavedTensor& tensor) {
-  const Mesh& mesh = tensor.at.mesh;
-  std::vector<std::string> replicated_along;
-  for (const Axis& axis : mesh.axes())
-    if (!tensor.at.layout.splits(axis.name)) replicated_along.push_back(axis.name);
   std::vector<HeldBox> boxes;
   for (Transfer& transfer : plan(tensor.shape, tensor.at, {Mesh(), replicated()}))
-    boxes.push_back({std::move(transfer.box), mesh.peers(transfer.source, replicated_along)});
+    boxes.push_back({std::move(transfer.box), replicas(tensor.at.mesh, tensor.at.layout, transfer.source)});
   return boxes;
 }
 
@@ -104,8 +100,8 @@ std::vector<std::vector<PlannedBox>> plan_save(const std::map<std::string, Saved
 namespace {
 
 // Both lists ascend: the rank's boxes, and what it holds of a tensor, box by box.
-std::vector<SavePlan::Part> parts_of(const SavePlan& plan) {
-  std::vector<SavePlan::Part> parts;
+std::vector<int64_t> begins_of(const SavePlan& plan) {
+  std::vector<int64_t> begins;
   ByPlace<std::vector<Box>> known;
   const std::vector<Box>* boxes = nullptr;
   const std::string* name = nullptr;
@@ -126,9 +122,9 @@ std::vector<SavePlan::Part> parts_of(const SavePlan& plan) {
     for (; count > 0 && at < boxes->size() && (*boxes)[at] != planned.box; ++at) begin += numel((*boxes)[at]);
     SHARD_CHECK(count == 0 || at < boxes->size(), "checkpoint", "rank {} writes a box of {} that it does not hold", plan.rank,
                 planned.name);
-    parts.push_back({begin, count});
+    begins.push_back(begin);
   }
-  return parts;
+  return begins;
 }
 
 std::vector<std::vector<uint64_t>> lengths_of(const SavePlan& plan) {
@@ -153,7 +149,7 @@ std::shared_ptr<const SavePlan> make_save_plan(std::map<std::string, SavedTensor
   plan->ranks = ranks;
   plan->rank = rank;
   plan->boxes = plan_save(plan->tensors, ranks);
-  plan->own = parts_of(*plan);
+  plan->begins = begins_of(*plan);
   if (rank == 0) plan->lengths = lengths_of(*plan);
   return plan;
 }

@@ -36,11 +36,7 @@ struct SavePlan {
   std::map<std::string, SavedTensor> tensors;
   int64_t ranks = 0, rank = 0;
   std::vector<std::vector<PlannedBox>> boxes;  // by rank
-  // Of `rank`: where its boxes lie in what it holds of their tensors.
-  struct Part {
-    int64_t begin = 0, count = 0;
-  };
-  std::vector<Part> own;
+  std::vector<int64_t> begins;  // where the boxes of `rank` begin in what it holds of their tensors
   std::vector<std::vector<uint64_t>> lengths;  // of the entries of `boxes`, on rank 0, which alone writes .metadata
 };
 std::shared_ptr<const SavePlan> make_save_plan(std::map<std::string, SavedTensor> tensors, int64_t ranks, int64_t rank);

@@ -127,7 +127,7 @@ struct SaveJob::Parts {
   const std::vector<PlannedBox>& own() const { return plan->boxes[static_cast<size_t>(world->rank())]; }
   void collect(Sharded& sharded, const OptimizerState* optimizer);
   void include(std::string key, Path path, SavedTensor tensor, at::Tensor data);
-  void include(std::string key, Path path, Shard&& shard, bool of_rank_0 = false);
+  void include(std::string key, Path path, Shard&& shard, const ModelNames& names);
   void make_plan(KeptPlan* kept);
   void find_sources();
   void fill(Snapshot& memory, Copies copies);
@@ -141,11 +141,16 @@ void SaveJob::Parts::include(std::string key, Path path, SavedTensor tensor, at:
   paths[key] = std::move(path);
   held[std::move(key)] = std::move(data);
 }
-void SaveJob::Parts::include(std::string key, Path path, Shard&& shard, bool of_rank_0) {
+void SaveJob::Parts::include(std::string key, Path path, Shard&& shard, const ModelNames& names) {
+  const Layout& there = names.state_placement(shard.name).layout;
+  SHARD_REQUIRE(shard.at.layout == there, "checkpoint",
+                "rank {}: {} lies as {}, and its parameter as {}, where a load will look for it. Keep what belongs to a "
+                "parameter as `state` of Sharded::placements says",
+                world->rank(), key, shard.at.layout.str(), there.str());
   const Dtype dtype = shard.data.scalar_type();
   lasting.insert(key);
-  include(std::move(key), std::move(path), {dtype, std::move(shard.shape), std::move(shard.at), of_rank_0},
-          std::move(shard.data));
+  include(std::move(key), std::move(path),
+          {dtype, std::move(shard.shape), std::move(shard.at), names.plain.contains(shard.name)}, std::move(shard.data));
 }
 
 // Every tensor that there is, the same names on every rank, and what this rank has of it. Nobody keeps buffers, parameters that
@@ -158,21 +163,21 @@ void SaveJob::Parts::collect(Sharded& sharded, const OptimizerState* optimizer) 
       paths[model_key(other)] = model_path(other);
     }
   for (Shard& shard : sharded.impl().shards(Sharded::Impl::Kind::main))
-    include(model_key(shard.name), model_path(shard.name), std::move(shard));
-  const Placement everywhere{sharded.impl().comms->mesh(), replicated()};
+    include(model_key(shard.name), model_path(shard.name), std::move(shard), names);
   for (const auto& [name, tensor] : names.plain)
-    include(model_key(name), model_path(name), {tensor.scalar_type(), tensor.sizes().vec(), everywhere, /*of_rank_0=*/true},
+    include(model_key(name), model_path(name),
+            {tensor.scalar_type(), tensor.sizes().vec(), names.everywhere, /*of_rank_0=*/true},
             tensor.detach().contiguous().view({-1}));
   for (const auto& [first, shards_of] : sharded.impl().kept_along)
-    for (Shard& shard : shards_of()) include(kept_key(first, shard.name), kept_path(first, shard.name), std::move(shard));
+    for (Shard& shard : shards_of())
+      include(kept_key(first, shard.name), kept_path(first, shard.name), std::move(shard), names);
   if (!optimizer) return;
   for (const std::string& state_name : optimizer->state_names())
     for (Shard& shard : optimizer->state_shards(state_name))
-      include(state_key(shard.name, state_name), state_path(shard.name, state_name), std::move(shard),
-              names.plain.contains(shard.name));
+      include(state_key(shard.name, state_name), state_path(shard.name, state_name), std::move(shard), names);
   for (const OptimizerState::Scalar& scalar : optimizer->scalars())
     include(state_key(scalar.parameter, scalar.name), state_path(scalar.parameter, scalar.name),
-            {scalar.value.scalar_type(), {}, everywhere, names.plain.contains(scalar.parameter)}, scalar.value.view({1}));
+            {scalar.value.scalar_type(), {}, names.everywhere, names.plain.contains(scalar.parameter)}, scalar.value.view({1}));
 }
 
 // The plan depends on nothing but the tensors' descriptions and the ranks, so one that was made for the same is this one.
@@ -192,8 +197,8 @@ void SaveJob::Parts::make_plan(KeptPlan* kept) {
 void SaveJob::Parts::find_sources() {
   for (size_t i = 0; i < own().size(); ++i) {
     const at::Tensor& all = held.at(own()[i].name);
-    const SavePlan::Part& part = plan->own[i];
-    sources.push_back(part.count == all.numel() ? all : all.narrow(0, part.begin, part.count));
+    const int64_t count = numel(own()[i].box);
+    sources.push_back(count == all.numel() ? all : all.narrow(0, plan->begins[i], count));
   }
 }
 

@@ -7,10 +7,11 @@ namespace shardproof::checkpoint {
 ModelNames names_of_model(Sharded& sharded) {
   Sharded::Impl& state = sharded.impl();
   ModelNames names;
+  names.everywhere = {state.comms->mesh(), replicated()};
   for (const Bucket* bucket : state.schedule.buckets())
-    for (size_t i = 0; i < bucket->layout().members().size(); ++i) {
-      const BucketParameter& member = bucket->layout().members()[i];
-      names.parameters[member.name] = {bucket->rules().main, member.whole, bucket->trains(static_cast<int64_t>(i)), {}};
+    for (const OwnPart& part : bucket->parts()) {
+      const BucketParameter& member = bucket->layout().members()[static_cast<size_t>(part.member)];
+      names.parameters[member.name] = {bucket->rules().main, member.whole, bucket->trains(part.member), part.at, {}};
     }
   for (const auto& [name, first] : state.aliases)
     if (name != first) names.parameters.at(first).other_names.push_back(name);
@@ -19,6 +20,11 @@ ModelNames names_of_model(Sharded& sharded) {
   for (const auto& [name, buffer] : plain.transient) names.transient.insert(name);
   for (const auto& [first, shards] : state.kept_along) names.kept_along.push_back(first);
   return names;
+}
+
+const Placement& ModelNames::state_placement(const std::string& parameter) const {
+  const auto found = parameters.find(parameter);
+  return found == parameters.end() ? everywhere : found->second.at;
 }
 
 std::string model_key(const std::string& name) { return "model." + name; }

@@ -16,6 +16,7 @@ struct ModelParameter {
   Dtype dtype = Dtype::Float;  // of the main parameter
   Shape sizes;
   bool trains = false;
+  Placement at;                          // of the main parameter
   std::vector<std::string> other_names;  // of a tied one
 };
 
@@ -26,6 +27,10 @@ struct ModelNames {
   std::set<std::string> transient;          // buffers that are no state
   std::set<std::string> extra;              // what modules keep beside tensors
   std::vector<std::string> kept_along;  // the first parts of names of what has one tensor for each parameter, as averages
+  Placement everywhere;                 // whole on every rank
+
+  // Where the main parameter lies, its optimizer's state and what is kept along: `everywhere` where it is not sharded.
+  const Placement& state_placement(const std::string& parameter) const;
 };
 ModelNames names_of_model(Sharded& sharded);
 
