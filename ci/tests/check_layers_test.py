@@ -216,6 +216,14 @@ class CheckLayers(unittest.TestCase):
         plan = CLEAN["impl/include/shardproof/algebra/plan.h"] + 'inline const char* tensor = "tp";\n'
         self.expect({"impl/include/shardproof/algebra/plan.h": plan}, "impl/include/shardproof/algebra/plan.h", "a mesh axis")
 
+    def test_bools_and_mutable_members_beside_states_are_found(self):
+        path, room = "impl/src/sharding/unit.h", "shardproof_room(shardproof sharding unit.cpp)\n"
+        files = {"impl/CMakeLists.txt": CLEAN["impl/CMakeLists.txt"] + room,
+                 "impl/src/sharding/unit.cpp": '#include "sharding/unit.h"\n'}
+        self.assertEqual(self.found({**files, path: "  bool is_left() const;\n  bool recompute = false;\n"}), [])
+        for member in ("bool is_left_ = false;", "const bool first_, last_;", "mutable Work work_;"):
+            self.expect({**files, path: f"  {member}\n"}, path, "a bool or mutable member")
+
     def test_long_lines_are_found(self):
         self.expect({"golden/golden.h": "#include <ATen/core/Tensor.h>\n//" + 109 * "-" + "\n"},
                     "golden/golden.h", "111 columns")

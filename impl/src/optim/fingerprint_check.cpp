@@ -136,8 +136,9 @@ void FingerprintCheck::State::begin_update(const Sharded::Impl& impl) {
     for (const Shard& shard : optimizer->state_shards(name)) states[shard.name].push_back(shard.data);
   const std::vector<Bucket*> buckets = impl.schedule.buckets();
   for (int64_t b = 0; b < std::ssize(buckets); ++b) {
-    const Bucket& bucket = *buckets[static_cast<size_t>(b)];
+    Bucket& bucket = *buckets[static_cast<size_t>(b)];
     if (!bucket.gradient.final()) continue;
+    bucket.gradient.await_values();
     for (const OwnPart& part : bucket.parts()) {
       const std::string& name = bucket.layout().members()[static_cast<size_t>(part.member)].name;
       const auto rate = rates.find(name);

@@ -168,6 +168,7 @@ bool Optimizer::update_bucket(size_t index) {
     ++held.updates;
     if (held.state.empty()) allocate_state(index, member);  // frozen until now, elsewhere, or not needed
   }
+  bucket.gradient.await_values();
   const at::Tensor own = bucket.parameters.rounded();
   bool rounded = own.defined();
   for (const OwnPart& part : bucket.parts()) {

@@ -68,12 +68,9 @@ double produced_max(const BucketRules& rules, const BucketLayout& layout, const 
 BucketGradient::BucketGradient(const BucketContext& context)
     : BucketPart(context, "gradient"),
       terms_(checks_->add([this](const LateChecks::Bad& bad) { throw_nonfinite(bad); })),
-      arrived_(views_.size(), false),
-      placed_(views_.size(), false),
+      coming_(views_.size(), Coming::expected),
       holds_(views_.size(), false),
       reached_(views_.size(), false) {
-  sums_find_bad_terms_ = rules_.check_gradients && std::isinf(rules_.gradient_magnitude_max) &&
-                         Reduction::finds_bad_terms(*comms_, layout_.reduce(), rules_.reduction, views_.front().device());
   // Where the whole gradient stays on the rank until the last microbatch, all buckets' are there at once. So each has memory of
   // its own, which every rank asks for here, in one order. Elsewhere gradients come and go, in an order of each rank's own.
   // A bucket that is frozen now has none, even if it is thawed later.
@@ -83,6 +80,13 @@ BucketGradient::BucketGradient(const BucketContext& context)
     if (!layout_.is_interleaved())
       own_ = Reduction::own_memory(*comms_, *memory_, layout_.reduce_last(), rules_.reduction, layout_.numel());
   }
+}
+
+// Collective, as the groups of the sums are made here.
+BucketGradient::Ending BucketGradient::ending_of_reduced() const {
+  const bool finds = rules_.check_gradients && std::isinf(rules_.gradient_magnitude_max) &&
+                     Reduction::finds_bad_terms(*comms_, layout_.reduce(), rules_.reduction, views_.front().device());
+  return finds ? Ending::unread : Ending::reduced;
 }
 
 void BucketGradient::enter(GradientState next) {
@@ -95,18 +99,15 @@ void BucketGradient::enter(GradientState next) {
 }
 
 void BucketGradient::begin_backward(bool reduces) {
-  reduces_ = reduces;
-  missing_ = 0;
-  placed_.assign(views_.size(), false);
-  for (size_t i = 0; i < views_.size(); ++i) {
-    arrived_[i] = !views_[i].requires_grad();
-    missing_ += !arrived_[i];
-  }
+  ending_ = reduces ? when_it_reduces_ : Ending::kept;
+  for (size_t i = 0; i < views_.size(); ++i) coming_[i] = views_[i].requires_grad() ? Coming::expected : Coming::arrived;
 }
 
-at::ScalarType BucketGradient::produced_dtype(bool reduces) const {
+int64_t BucketGradient::missing() const { return std::ssize(coming_) - std::ranges::count(coming_, Coming::arrived); }
+
+at::ScalarType BucketGradient::produced_dtype() const {
   const ReductionDtypes& dtypes = rules_.reduction;
-  const bool goes_on_the_wire = reduces && !layout_.reduce().empty() && rules_.divide_before == 1;
+  const bool goes_on_the_wire = ending_ != Ending::kept && !layout_.reduce().empty() && rules_.divide_before == 1;
   return goes_on_the_wire && dtypes.gradient == at::kFloat ? dtypes.reduce : dtypes.gradient;
 }
 
@@ -123,20 +124,19 @@ void BucketGradient::add_gradient(int64_t index, const at::Tensor& given) {
                 "parameter {} of {} got a second gradient in one backward after its bucket was taken", member.name, label_);
   SHARD_CHECK(gradient.numel() == member.numel, "bucket", "gradient of {}: {} elements, expected {}", member.name,
               gradient.numel(), member.numel);
-  missing_ -= !arrived_[index];
-  arrived_[index] = reached_[index] = true;
-  take(index, gradient);
+  reached_[index] = true;
+  take(index, gradient, std::exchange(coming_[index], Coming::arrived));
 }
 
 void BucketGradient::begin_producing() {
   if (state_ == GradientState::produced) return;
   enter(GradientState::produced);
-  produced_ = own_.defined() ? own_ : memory_->allocate(MemoryKind::gradient, layout_.numel(), produced_dtype(reduces_));
+  produced_ = own_.defined() ? own_ : memory_->allocate(MemoryKind::gradient, layout_.numel(), produced_dtype());
   stream_ = current_stream(produced_.device());
   if (!layout_.is_interleaved())  // otherwise the sum gets a bucket that was zero before it was packed
     for (const Interval& padding : layout_.whole().padding) part_of(produced_, padding.begin, {padding.size()}).zero_();
   holds_.assign(holds_.size(), false);
-  suspicious_ = false;
+  suspect_.reset();
 }
 
 at::Tensor BucketGradient::produced(int64_t index) const {
@@ -146,16 +146,16 @@ at::Tensor BucketGradient::produced(int64_t index) const {
 
 at::Tensor BucketGradient::place(int64_t index) {
   const bool begins = state_ == GradientState::empty || state_ == GradientState::accumulated;
-  const at::ScalarType dtype = begins ? produced_dtype(reduces_) : produced_.defined() ? produced_.scalar_type() : at::kLong;
+  const at::ScalarType dtype = begins ? produced_dtype() : produced_.defined() ? produced_.scalar_type() : at::kLong;
   const bool is_first = begins || (state_ == GradientState::produced && !holds_[index]);
-  if (!is_first || arrived_[index] || placed_[index] || dtype != rules_.compute) return {};
+  if (!is_first || coming_[index] != Coming::expected || dtype != rules_.compute) return {};
   begin_producing();
   order_streams(*stream_, current_stream(produced_.device()));
-  placed_[index] = true;
+  coming_[index] = Coming::placed;
   return part_of(produced_, layout_.members()[index].offset, layout_.members()[index].shape);
 }
 
-void BucketGradient::take(int64_t index, const at::Tensor& gradient) {
+void BucketGradient::take(int64_t index, const at::Tensor& gradient, Coming before) {
   begin_producing();
   const OnStream on(*stream_);
   at::NoGradGuard no_grad;
@@ -164,26 +164,25 @@ void BucketGradient::take(int64_t index, const at::Tensor& gradient) {
   const double limit = produced_max(rules_, layout_, comms_->mesh());
   bool fine = false;
   // It may have been made in its place; then a device is not asked, as in copy_to. Two tensors of no elements have one address.
-  if (placed_[index] && source.const_data_ptr() == target.const_data_ptr())
-    fine = !leaves_it_to_the_sum() && target.is_cpu() && first_beyond(target, limit) == target.numel();
+  if (before == Coming::placed && source.const_data_ptr() == target.const_data_ptr())
+    fine = ending_ != Ending::unread && target.is_cpu() && first_beyond(target, limit) == target.numel();
   else  // the first term is copied, not added to zero, which would turn -0.0 into +0.0
     fine = holds_[index] ? add_to(target, source, limit) : copy_to(target, source, limit);
-  suspicious_ |= !fine;
-  if (!fine && produced_.scalar_type() == at::kLong) unrepresentable_ = layout_.members()[index].name;
+  if (!fine && !suspect_) suspect_ = index;
   holds_[index] = true;
 }
 
 void BucketGradient::fill_missing() {
   const std::vector<bool> reached = reached_;
   for (size_t i = 0; i < views_.size(); ++i)
-    if (!arrived_[i])
+    if (coming_[i] != Coming::arrived)
       add_gradient(static_cast<int64_t>(i), at::zeros({layout_.members()[i].numel}, options(rules_.compute)));
   reached_ = reached;
 }
 
 void BucketGradient::start_reduce(bool last, const std::string& where) {
   SHARD_CHECK(complete() && produced_.defined(), "bucket", "{}: a reduce of {} needs every gradient, {} are missing", label_,
-              first_name(), missing_);
+              first_name(), missing());
   const OnStream on(*stream_);
   std::string frozen;
   for (size_t i = 0; i < views_.size(); ++i) {
@@ -192,11 +191,11 @@ void BucketGradient::start_reduce(bool last, const std::string& where) {
   }
   where_ = where;
   if (rules_.check_gradients) checks_->expect();
-  const bool look_in_sum = suspicious_ && leaves_it_to_the_sum();
-  if (suspicious_ && rules_.check_gradients && !look_in_sum) check_terms(produced_, /*in_bucket=*/false);
-  last_ = last;
-  const std::vector<Stage>& path = layout_.reduce().empty() && last ? layout_.reduce_last() : layout_.reduce();
-  if (layout_.reduce().empty() && !last) {
+  const bool look_in_sum = suspect_ && ending_ == Ending::unread;
+  if (suspect_ && rules_.check_gradients && !look_in_sum) check_terms(produced_, /*in_bucket=*/false);
+  aim_ = layout_.reduce().empty() ? Aim::finish : last ? Aim::complete : Aim::accumulate;
+  const std::vector<Stage>& path = aim_ == Aim::finish ? layout_.reduce_last() : layout_.reduce();
+  if (aim_ == Aim::finish && !last) {
     holds_.assign(holds_.size(), true);
     return;
   }
@@ -226,14 +225,14 @@ bool BucketGradient::advance_reduce(bool checks) {
   produced_.reset();
   reduction_.reset();
   enter(GradientState::accumulated);
-  if (!layout_.reduce().empty() && !std::exchange(is_outer_, false)) {
+  if (aim_ != Aim::finish) {
     accumulate(std::move(sum));
-    if (!last_) return false;
+    if (aim_ == Aim::accumulate) return false;
     sum = std::move(accumulated_);
     if (!layout_.reduce_last().empty()) {
       reduction_.emplace(*comms_, *memory_, layout_.reduce_last(), rules_.reduction, std::move(sum),
                          Reduction::Options{.divide_result = divide_in_sum()});
-      is_outer_ = true;
+      aim_ = Aim::finish;
       enter(GradientState::reducing);
       return true;
     }
@@ -301,8 +300,12 @@ void BucketGradient::start_offload() {
   download_ = transfers_->download(host, std::exchange(gradient_, host));
 }
 
-const at::Tensor& BucketGradient::values() const {
+void BucketGradient::await_values() {
   download_.wait();
+}
+
+const at::Tensor& BucketGradient::values() const {
+  SHARD_CHECK(download_.is_over(), "bucket", "{}: the gradient of {} is used on its way to the host", label_, first_name());
   return gradient_;
 }
 
@@ -318,7 +321,9 @@ void BucketGradient::sum_terms(Comm& group) {
 }
 
 void BucketGradient::divide_final(double divisor) {
-  if (divisor != 1) divide_by(values(), divisor);
+  if (divisor == 1) return;
+  await_values();
+  divide_by(values(), divisor);
 }
 
 void BucketGradient::adopt(at::Tensor gradient) {
@@ -333,7 +338,6 @@ void BucketGradient::zero_gradients() {
   enter(GradientState::empty);
   reductions_ = 0;
   reached_.assign(reached_.size(), false);
-  is_outer_ = false;
   produced_.reset();
   accumulated_.reset();
   gradient_.reset();
@@ -342,11 +346,11 @@ void BucketGradient::zero_gradients() {
 }
 
 void BucketGradient::check_terms(const at::Tensor& terms, bool in_bucket) const {
-  SHARD_REQUIRE(unrepresentable_.empty(), "gradient",
+  SHARD_REQUIRE(terms.scalar_type() != at::kLong, "gradient",
                 "{}: the gradient of {} has an element that is NaN, infinite or not below {}, as this rank alone computed it. "
                 "Fixed-point sums over the ranks cannot hold it: look at the loss and the data of this rank, or scale the loss "
                 "down",
-                where_, unrepresentable_, produced_max(rules_, layout_, comms_->mesh()));
+                where_, layout_.members()[*suspect_].name, produced_max(rules_, layout_, comms_->mesh()));
   if (!terms.is_cpu()) return ask_about(terms);
   if (first_beyond(terms, rules_.gradient_magnitude_max) == terms.numel()) return;
   std::vector<Segment> parts = layout_.whole().segments;

@@ -46,9 +46,9 @@ class BucketGradient : private BucketPart {
   // Takes over one parameter's gradient, or a further one of this backward, as a backward within it makes it.
   void add_gradient(int64_t member, const at::Tensor& gradient);
   // Something of this parameter's gradient has come in this backward.
-  bool has_arrived(int64_t member) const { return arrived_[member]; }
+  bool has_arrived(int64_t member) const { return coming_[member] == Coming::arrived; }
   // Every gradient of this backward is there.
-  bool complete() const { return missing_ == 0; }
+  bool complete() const { return missing() == 0; }
   // Parameters that the backward did not reach have zero gradients.
   void fill_missing();
 
@@ -64,7 +64,9 @@ class BucketGradient : private BucketPart {
   }
   int64_t bytes_in_flight() const { return reduction_ ? reduction_->bytes_in_flight() : reducing() ? bytes_to_send() : 0; }
   // The sum under way is of what an earlier one left, along other axes.
-  bool is_past_first_sum() const { return is_outer_ || (reduction_ && !reduction_->is_first()); }
+  bool is_past_first_sum() const {
+    return reduction_ && (!reduction_->is_first() || (aim_ == Aim::finish && !layout_.reduce().empty()));
+  }
   // Of the bytes in flight, terms of the whole bucket.
   int64_t bytes_sent() const {
     return is_past_first_sum() ? 0 : reduction_ ? reduction_->bytes_sent() : bytes_in_flight();
@@ -73,8 +75,10 @@ class BucketGradient : private BucketPart {
     return layout_.numel() * static_cast<int64_t>(c10::elementSize(rules_.reduction.reduce));
   }
 
-  // In the state layout and the main dtype, divided by everything but what `divide_final` still adds. Offloaded, it waits until
-  // the gradient is in the host's memory; one whose terms are still to be added is on the device.
+  // Waits until the final gradient is in the host's memory, where it is offloaded; one whose terms are still to be added is on
+  // the device.
+  void await_values();
+  // In the state layout and the main dtype, divided by everything but what `divide_final` still adds. Somebody has awaited it.
   const at::Tensor& values() const;
   void divide_final(double divisor);
   // Adds up what the ranks of the group have of the final gradient: terms along the tensor-parallel axis. Collective.
@@ -89,38 +93,53 @@ class BucketGradient : private BucketPart {
   void zero_gradients();
 
  private:
+  // What becomes of the gradients of a backward.
+  enum class Ending {
+    kept,     // the next microbatch's are added to them
+    reduced,  // they are summed over ranks. Before that, this rank looks whether its terms are finite
+    unread    // they are summed, and the first sum looks (Reduction::finds_bad_terms)
+  };
+  // What becomes of the reduction under way.
+  enum class Aim {
+    accumulate,  // it is added to earlier ones, and other microbatches follow
+    complete,    // it is of the last microbatch: it is added to earlier ones, and what is left to sum is summed then
+    finish       // it is the final gradient
+  };
+  // A member's gradient in the backward under way.
+  enum class Coming {
+    expected,
+    placed,  // somebody was given the place to make it in
+    arrived  // something of it is there, or the member is frozen
+  };
+
   void enter(GradientState next);
-  at::ScalarType produced_dtype(bool reduces) const;
+  Ending ending_of_reduced() const;
+  int64_t missing() const;
+  at::ScalarType produced_dtype() const;
   void begin_producing();
   at::Tensor produced(int64_t member) const;  // its part of produced_
-  void take(int64_t member, const at::Tensor& gradient);
+  void take(int64_t member, const at::Tensor& gradient, Coming before);
   void check_terms(const at::Tensor& terms, bool in_bucket) const;  // otherwise they lie as units compute
   void ask_about(const at::Tensor& terms) const;
   [[noreturn]] void throw_nonfinite(const LateChecks::Bad& bad) const;
   void end_sum(bool checks);
-  // Whether the first sum of this backward looks for bad terms. Then nobody looks at them before it.
-  bool leaves_it_to_the_sum() const { return reduces_ && sums_find_bad_terms_; }
   void accumulate(at::Tensor sum);
   double divide_in_sum() const;
   void finalize(at::Tensor sum, bool is_divided);
   void start_offload();
 
   const size_t terms_;  // the slot of this rank's terms among the checks
+  const Ending when_it_reduces_ = ending_of_reduced();
   GradientState state_ = GradientState::empty;
-  std::vector<bool> arrived_;      // in this backward
-  std::vector<bool> placed_;       // in this backward somebody was given the place
-  std::vector<bool> holds_;        // produced_ has a value, of this or an earlier backward
-  std::vector<bool> reached_;      // by a backward since gradients were zeroed
-  int64_t missing_ = 0;
-  bool reduces_ = true;          // this backward's are reduced at its end
-  bool last_ = false;            // the reduction under way is the last of the step
-  bool is_outer_ = false;        // it sums what was accumulated, from there to the state's layout
-  bool suspicious_ = false;      // produced_ may hold something that is not finite or too large
-  bool sums_find_bad_terms_ = false;  // the first sum can look for them (Reduction::finds_bad_terms)
-  std::string where_;                 // the reduction's rank and step, for messages
-  std::string occasion_;              // what its sums are for, for other ranks
-  int64_t reductions_ = 0;            // in this step
-  std::string unrepresentable_;  // the first parameter whose gradient fixed-point numbers cannot hold
+  Ending ending_ = when_it_reduces_;  // of this backward
+  std::vector<Coming> coming_;        // by member
+  std::vector<bool> holds_;           // by member: produced_ has a value, of this or an earlier backward
+  std::vector<bool> reached_;         // by member: a backward has come to it since gradients were zeroed
+  std::optional<int64_t> suspect_;    // the first member of produced_ that may hold something not finite, or too large
+  Aim aim_ = Aim::finish;
+  std::string where_;       // the reduction's rank and step, for messages
+  std::string occasion_;    // what its sums are for, for other ranks
+  int64_t reductions_ = 0;  // in this step
   at::Tensor produced_, accumulated_, gradient_;
   std::optional<c10::Stream> stream_;   // that the reduction under way works on, from its first term: terms come on any
   at::Tensor own_;                      // registered memory for produced_; undefined where there is none

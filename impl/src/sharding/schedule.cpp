@@ -116,12 +116,16 @@ void Schedule::begin_backward(uint64_t first) {
   phase_ = Phase::backward;
   makes_graph = c10::GradMode::is_enabled();
   set_calls_aside(first, torch::autograd::get_current_graph_task_keep_graph());
-  is_microbatch_ = reaches_parameters();
-  if (is_microbatch_) taken_by_ = nullptr;
+  const bool is_microbatch = reaches_parameters();
+  backward_ = !is_microbatch     ? Backward::of_inputs
+              : !sync_           ? Backward::local
+              : last_microbatch_ ? Backward::last
+                                 : Backward::summed;
+  if (is_microbatch) taken_by_ = nullptr;
   to_reduce_.clear();
   for (const auto& unit : units_)
     for (const auto& bucket : unit->buckets()) {
-      if (!bucket->trainable() || !is_microbatch_) continue;
+      if (!bucket->trainable() || !is_microbatch) continue;
       const bool reduces = sync_ && unit->settings.gradient_sync;
       bucket->gradient.begin_backward(reduces);
       if (reduces) to_reduce_.push_back({unit.get(), bucket.get()});
@@ -168,13 +172,13 @@ void Schedule::advance_oldest() {
 // A further sum, as that over replicas, had the time of a unit's backward when it is the oldest.
 void Schedule::start_reduce(Bucket& bucket) {
   while (!reducing_.empty() && (reducing_.front()->gradient.is_past_first_sum() || !fits(bucket))) advance_oldest();
-  bucket.gradient.start_reduce(last_microbatch_, fmt::format("rank {}, step {}", rank(), current_step()));
+  bucket.gradient.start_reduce(backward_ == Backward::last, fmt::format("rank {}, step {}", rank(), current_step()));
   if (bucket.gradient.reducing()) reducing_.push_back(&bucket);
 }
 
 void Schedule::end_backward() {
   if (delayed_) delayed_->make_all();
-  if (sync_ && is_microbatch_) {
+  if (backward_ == Backward::summed || backward_ == Backward::last) {
     phase_ = Phase::ending;
     start_ready_reduces();
     SHARD_CHECK(to_reduce_.empty(), "schedule", "{} buckets were not reduced", to_reduce_.size());
@@ -185,7 +189,7 @@ void Schedule::end_backward() {
   end_backward_within_units();
   end_comparison();
   require_recomputed_entered();
-  if (sync_ && is_microbatch_ && last_microbatch_ && finish_) finish_();
+  if (backward_ == Backward::last && finish_) finish_();
   if (watcher_) watcher_(false);
 }
 

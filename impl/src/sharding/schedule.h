@@ -133,7 +133,7 @@ class Schedule final : public UnitEvents {
   const std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
   std::string noted_;
   const char* taken_by_ = nullptr;  // what took or discarded the gradients of the last backward
-  bool last_microbatch_ = true, sync_ = true;
+  bool last_microbatch_ = true, sync_ = true;  // switches of the user's, which know nothing of each other; see Backward
   std::function<void()> finish_;
   std::function<void(bool begins)> watcher_;  // empty: nobody watches
   std::vector<std::shared_ptr<Unit>> units_, recomputed_;
@@ -142,7 +142,14 @@ class Schedule final : public UnitEvents {
   std::vector<Bucket*> buckets_;                  // of the units
   std::unordered_map<std::string, Place> places_;
 
-  bool is_microbatch_ = true;  // the backward under way
+  // What the backward under way makes.
+  enum class Backward {
+    of_inputs,  // no gradient of a parameter, as that of autograd.grad: it is no microbatch
+    local,      // gradients stay on this rank, and others are added to them
+    summed,     // they are summed over ranks, and other microbatches follow
+    last        // they are final at its end, and finishing steps run
+  };
+  Backward backward_ = Backward::of_inputs;
   int64_t reductions_ = 0;     // backwards of this step that reduced
   uint64_t backwards_ = 0;     // that reduced, outside of captures
   Facts facts_;                // of this rank's backward, while they are compared

@@ -61,8 +61,9 @@ void sum_parallel_terms(Sharded::Impl& sharded) {
 Sharded::Impl::FinishingStep comparison_of_replicas() {
   return {"equal replicas", kReplicasOrder, [backwards = uint64_t{0}](Sharded& sharded) mutable {
             const Sharded::Impl& state = sharded.impl();
-            if (std::has_single_bit(++backwards))
-              require_equal_replicas(state.schedule, *state.comms, *state.parallel);
+            if (!std::has_single_bit(++backwards)) return;
+            state.await_gradients();
+            require_equal_replicas(state.schedule, *state.comms, *state.parallel);
           }};
 }
 

@@ -48,6 +48,8 @@ struct Sharded::Impl {
   // Waits until it is there.
   enum class Kind { parameter, main, gradient };
   std::vector<Shard> shards(Kind kind) const;
+  // Waits until final gradients are where the optimizer reads them.
+  void await_gradients() const;
   std::vector<Piece> pieces(Kind kind) const;
   // Parameters that are not sharded, with the buffers of state; and the other buffers. Whole on every rank, by name.
   ModuleBuffers plain_tensors() const;

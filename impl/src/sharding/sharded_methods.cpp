@@ -84,6 +84,7 @@ double norm_for(Sharded::Impl& state, double order, const std::string& what) {
   state.schedule.require_final("the gradient norm");
   const std::string occasion = fmt::format("step {}, {}", state.schedule.current_step(), what);
   const CallLabel label("the norm of the gradient", occasion);
+  state.await_gradients();
   return gradient_norm(state, order);
 }
 
@@ -115,6 +116,7 @@ void Sharded::divide_gradients(double divisor) {
 bool Sharded::gradients_are_finite() {
   impl_->schedule.require_final("gradients_are_finite");
   Comm& world = impl_->comms->world();
+  impl_->await_gradients();
   const at::Tensor bad = at::full({1}, LateChecks::kNone, at::TensorOptions(impl_->state_device()).dtype(at::kLong));
   for (const Bucket* bucket : impl_->schedule.buckets())
     if (bucket->gradient.final()) note_beyond(bucket->gradient.values(), INFINITY, 0, bad);
@@ -125,7 +127,12 @@ bool Sharded::gradients_are_finite() {
   return impl_->checks->read(&world, {bad}).front().item<int64_t>() == LateChecks::kNone;
 }
 
+void Sharded::Impl::await_gradients() const {
+  for (Bucket* bucket : schedule.buckets()) bucket->gradient.await_values();
+}
+
 std::vector<Shard> Sharded::Impl::shards(Kind kind) const {
+  if (kind == Kind::gradient) await_gradients();
   std::vector<Shard> all;
   for (Bucket* bucket : schedule.buckets()) {
     if (kind != Kind::gradient) bucket->parameters.require_own();

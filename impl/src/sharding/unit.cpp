@@ -100,7 +100,7 @@ bool Unit::keeps_activations_away() const {
 }
 
 void Unit::before_forward(const torch::nn::Module&) {
-  was_entered_ = true;
+  if (passage_ == Passage::unused) pass(Passage::outside);
   if (keeps_activations_away()) settings.activations->begin_forward(label());
   if (settings.timeline) forward_spans_.push_back(begin_span(schedule_.in_backward() ? "recompute" : "forward"));
   gather();
@@ -262,7 +262,7 @@ void Unit::leave_when_it_ends(const UnitCall& call) {
 
 void Unit::enter_backward() {
   schedule_.begin_backward(std::numeric_limits<uint64_t>::max());
-  if (passage_ == Passage::outside) pass(Passage::inside);
+  if (passage_ == Passage::unused || passage_ == Passage::outside) pass(Passage::inside);
 }
 
 void Unit::pass(Passage next) {
@@ -370,7 +370,7 @@ void Unit::leave() {
 
 void Unit::end_backward() {
   ran_.clear();
-  pass(Passage::outside);
+  if (passage_ != Passage::unused) pass(Passage::outside);
   if (!schedule_.makes_graph && (settings.reshard_after_backward || residency() == Residency::gathering)) drop();
 }
 

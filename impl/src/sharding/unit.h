@@ -1,6 +1,7 @@
 // One unit: its buckets, and what its forward and backward do to them. Its part of the state machine that schedule.h describes
 // is its passage through a backward:
 //
+//   unused   --its first forward-->                 outside
 //   outside  --output's or parameter's gradient-->  inside   parameters are gathered again, gradients go to buckets
 //   inside   --a node from before its first call--> left     nothing in the unit runs any more: parameters are freed, and the
 //                                                            schedule may reduce what has arrived
@@ -81,6 +82,7 @@ class UnitEvents {
   int64_t forgetting_forwards = 0;   // forwards under way of which nothing is kept
   int64_t recomputing_forwards = 0;  // those that a backward runs again, whose graph nobody uses
   // The autograd engine's number of the backward under way, and whether it makes a graph of itself, which needs parameters.
+  // Any backward may, in any state of the schedule.
   int backward_task = -1;
   bool makes_graph = false;
 
@@ -89,6 +91,7 @@ class UnitEvents {
   size_t calls_max_ = 64;
 };
 
+// Its switches are the user's, each independent of the others and of every state.
 struct UnitSettings {
   Reshard reshard_after_forward = Reshard::always();
   bool reshard_after_backward = true;
@@ -132,7 +135,7 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   std::string label() const { return name_.empty() ? "the root unit" : "unit '" + name_ + "'"; }
 
   // Since it was made.
-  bool was_entered() const { return was_entered_; }
+  bool was_entered() const { return passage_ != Passage::unused; }
 
   // All its buckets; see BucketParameters. Nothing when already there.
   void start_unshard();
@@ -184,12 +187,11 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   std::string name_;
   std::vector<std::unique_ptr<Bucket>> buckets_;
   size_t modules_;
-  bool was_entered_ = false;
   std::set<const torch::nn::Module*> ran_;  // in this forward
   std::vector<std::shared_ptr<UnitCall>> calls_;  // under way
   std::shared_ptr<void> open_calls_ = std::make_shared<char>();  // held by each in UnitEvents::calls
-  enum class Passage { outside, inside, left };
-  Passage passage_ = Passage::outside;  // of a backward
+  enum class Passage { unused, outside, inside, left };
+  Passage passage_ = Passage::unused;  // through backwards
   void pass(Passage next);
   std::vector<int64_t> forward_spans_;  // of calls under way
   int64_t backward_span_ = -1;
