@@ -78,7 +78,7 @@ def with_bodies(path, text, bugs):
 
 
 class Carried:
-    """The bugs, {id: {path: text}}, that can be carried by the build of a tree; text_of(path) is what it has there now."""
+    """The bugs, {id: {path: text}}, that can be carried by the build of a tree; text_of(path) is what it has there, or None."""
 
     def __init__(self, bugs, text_of, python):
         self.text_of = text_of
@@ -86,7 +86,10 @@ class Carried:
                      if texts and all(self.can_be(path, text, python) for path, text in texts.items())}
 
     def can_be(self, path, text, python):
-        return python and path.endswith(".py") or path.endswith(".cpp") and within_bodies(self.text_of(path), text)
+        true = self.text_of(path)
+        if true is None or text is None:  # a file that comes or goes
+            return False
+        return python and path.endswith(".py") or path.endswith(".cpp") and within_bodies(true, text)
 
     def of(self, path):
         """The texts of the bugs that change a file, {id: text}."""

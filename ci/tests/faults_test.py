@@ -347,12 +347,14 @@ class Faults(unittest.TestCase):
         bugs = [line("HEADER", "constexpr int kStart = 1;", "constexpr int kStart = 3;", "impl/start.h"),
                 line("INITIALIZER", "explicit Sum(int value) : value(value) {", "explicit Sum(int value) : value(3) {"),
                 line("LABEL", "return value;", "return 2 * value;"), line("WRONG", "value += 0;", "value += nothing;"),
-                line("CARRIED", "this->value += 1;", "this->value += 3;")]
+                line("CARRIED", "this->value += 1;", "this->value += 3;"),
+                patch("ADDED", "").split("---")[0] + "--- /dev/null\n+++ b/impl/added.cpp\n@@ -0,0 +1 @@\n+int main() {}\n"]
         code, verdicts, output, builds = self.run_program(bugs)
-        wanted = {"HEADER": "killed", "INITIALIZER": "killed", "LABEL": "killed", "WRONG": "error", "CARRIED": "killed"}
+        wanted = {"HEADER": "killed", "INITIALIZER": "killed", "LABEL": "killed", "WRONG": "error", "CARRIED": "killed",
+                  "ADDED": "survived"}
         self.assertEqual((code, verdicts), (2, wanted), output)
         # Two or three times with what it carries, as a compiler names what does not compile, and once for each of the others.
-        self.assertIn(builds, (6, 7), output)
+        self.assertIn(builds, (7, 8), output)
         self.assertRegex(output, r"built alone, for their bodies do not compile beside others: .*LABEL")
         self.assertRegex(output, r"WRONG +error .*does not build: impl/value\.cpp:\d+:\d+: error: .nothing. was not declared")
 
