@@ -81,45 +81,6 @@ def bug(fault_id, new, old="2", path="impl/value.txt"):
     return f"# id: {fault_id}\n# title: The value is {new}\n# from: nowhere\n# expect: a case\n@ {path}\n- {old}\n+ {new}\n"
 
 
-# A program that says 2. Bugs that make it say 4 are killed, and 3 survives.
-PROGRAM = """\
-#include <cstdio>
-#include "start.h"
-namespace {
-struct Sum {
-  explicit Sum(int value) : value(value) {
-    this->value += 1;
-  }
-  int value;
-};
-void add(int& value) {
-  value += 0;
-}
-int each(int value) {
-  const auto one = [](int x) {
-    return x * 1;
-  };
-  return one(value);
-}
-int late(int value) {
-again:
-  if (value < 0) goto again;
-  return value;
-}
-}  // namespace
-
-int main() {
-  Sum sum(kStart);
-  add(sum.value);
-  std::printf("%d", late(each(sum.value)));
-}
-"""
-
-
-def line(fault_id, old, new, path="impl/value.cpp"):
-    return f"# id: {fault_id}\n# title: Another line\n# from: nowhere\n# expect: a case\n@ {path}\n- {old}\n+ {new}\n"
-
-
 NO_CHANGE = "# id: NONE\n# title: Nothing\n# from: nowhere\n# expect: survives\n"
 
 # Bugs whose guess is right, wrong, wrong, not there; one that survives, and one that has no minimal case.
@@ -132,7 +93,9 @@ FARED_IN_WORDS = ("1 guesses of 3 are right (33%), 25% of all\n  wrong for B: th
                   "  wrong for C: the terms of rank 1 are missing\n")
 
 
-class Faults(unittest.TestCase):
+class ToyTree(unittest.TestCase):
+    """Runs ci/faults on the toy tree."""
+
     def setUp(self):
         self.folder = tempfile.TemporaryDirectory()
         self.addCleanup(self.folder.cleanup)
@@ -164,6 +127,8 @@ class Faults(unittest.TestCase):
                 rows = {row["id"]: row for row in map(json.loads, file)}
         return done.returncode, rows, done.stdout
 
+
+class Faults(ToyTree):
     def test_a_bug_that_the_check_finds_is_killed_with_its_case(self):
         code, rows, output = self.run_faults([patch("A", "4")])
         self.assertEqual((code, rows["A"]["verdict"]), (0, "killed"), output)
@@ -309,6 +274,19 @@ class Faults(unittest.TestCase):
         self.assertEqual([named(by) for by in ("A.b", "A/A.b/0, C.d", "A.*", "A", "A.b*", "gradient of w", "")],
                          ["^A\\.b$", "^A/A\\.b/0$|^C\\.d$", "^A\\.", "^A", "^A\\.b", "", ""])
 
+    def test_the_tree_as_it_is_has_to_pass_what_killed_and_not_the_whole_check(self):
+        faults, planting = load("faults"), sys.modules["planting"]
+
+        def killer(by, cases, check):
+            return faults.killer_of(planting.Outcome(True, by, cases), check, budget=2000)
+
+        self.assertEqual(killer("A.b", 3, "ctest -R A"), "ctest -R '^A\\.b$'")
+        self.assertEqual(killer("no end within 300 s", 0, "ctest -R A"), "ctest -R A")
+        self.assertEqual(killer("gradient of w", 7, "verify --strategy zero1"), "verify --strategy zero1 --cases 200")
+        for cases, check in ((201, "verify"), (7, "verify --cases 300")):
+            self.assertEqual(killer("gradient of w", cases, check), check)
+        self.assertEqual(faults.killer_of(planting.Outcome(True, "gradient of w", 7), "verify", budget=50), "verify")
+
     def test_how_many_runs_of_tests_find_a_bug_is_told_as_well(self):
         self.answer_as_ctest()
         code, rows, output = self.run_faults([patch("A", "9", extra="# check: ctest -R ^Family[.]\n")], "--seeds", "4",
@@ -325,56 +303,6 @@ class Faults(unittest.TestCase):
         code, rows, output = self.run_faults([patch("A", "4"), patch("B", "3")])
         self.assertEqual(code, 1, output)
         self.assertEqual((rows["A"]["verdict"], rows["B"]["verdict"]), ("killed", "survived"))
-
-    def run_program(self, bugs, *arguments):
-        """As run_faults on a tree of C++, whose builds are counted as well."""
-        self.write("source/impl/value.cpp", PROGRAM)
-        self.write("source/impl/start.h", "constexpr int kStart = 1;\n")
-        code, rows, output = self.run_faults(bugs, *arguments, build="echo >> ../builds; g++ impl/value.cpp -o built")
-        with open(self.path("scratch/builds"), encoding="utf-8") as file:
-            return code, {name: row["verdict"] for name, row in rows.items()}, output, len(file.readlines())
-
-    def test_one_build_carries_the_bugs_of_bodies(self):
-        bugs = [line("CONSTRUCTOR", "this->value += 1;", "this->value += 3;"), line("VOID", "value += 0;", "value += 1;"),
-                line("SAME", "value += 0;", "value += 2;"), line("LAMBDA", "return x * 1;", "return x * 2;"),
-                patch("PATCH", "").split("---")[0] + "--- a/impl/value.cpp\n+++ b/impl/value.cpp\n@@ -28 +28 @@\n"
-                '-  std::printf("%d", late(each(sum.value)));\n+  std::printf("%d", 2 * late(each(sum.value)));\n']
-        code, verdicts, output, builds = self.run_program(bugs)
-        wanted = {"CONSTRUCTOR": "killed", "VOID": "survived", "SAME": "killed", "LAMBDA": "killed", "PATCH": "killed"}
-        self.assertEqual((code, verdicts, builds), (1, wanted, 1), output)
-
-    def test_what_cannot_be_carried_is_built_alone(self):
-        bugs = [line("HEADER", "constexpr int kStart = 1;", "constexpr int kStart = 3;", "impl/start.h"),
-                line("INITIALIZER", "explicit Sum(int value) : value(value) {", "explicit Sum(int value) : value(3) {"),
-                line("LABEL", "return value;", "return 2 * value;"), line("WRONG", "value += 0;", "value += nothing;"),
-                line("CARRIED", "this->value += 1;", "this->value += 3;"),
-                patch("ADDED", "").split("---")[0] + "--- /dev/null\n+++ b/impl/added.cpp\n@@ -0,0 +1 @@\n+int main() {}\n"]
-        code, verdicts, output, builds = self.run_program(bugs)
-        wanted = {"HEADER": "killed", "INITIALIZER": "killed", "LABEL": "killed", "WRONG": "error", "CARRIED": "killed",
-                  "ADDED": "survived"}
-        self.assertEqual((code, verdicts), (2, wanted), output)
-        # Two or three times with what it carries, as a compiler names what does not compile, and once for each of the others.
-        self.assertIn(builds, (7, 8), output)
-        self.assertRegex(output, r"built alone, for their bodies do not compile beside others: .*LABEL")
-        self.assertRegex(output, r"WRONG +error .*does not build: impl/value\.cpp:\d+:\d+: error: .nothing. was not declared")
-
-    def test_a_module_of_a_bug_is_imported_in_the_place_of_the_true_one(self):
-        sys.path.insert(0, os.path.join(CI, "lib"))
-        import carried  # pylint: disable=import-outside-toplevel
-        bugs = carried.Carried({"A": {"python/answer.py": "VALUE = 2\n"}, "B": {"python/other.py": "VALUE = 3\n"}},
-                               lambda path: "", python=True)
-        self.write("tree/python/answer.py", "VALUE = 1\n")
-        for name, text in bugs.modules().items():
-            self.write("texts/" + name, text)
-        self.write("path/sitecustomize.py", carried.LOADER.format(
-            tree=os.path.realpath(self.path("tree")), texts=self.path("texts"), variable=carried.VARIABLE))
-        path = os.pathsep.join((self.path("path"), self.path("tree/python")))
-        said = {}
-        for bug in (None, "A", "B", None):  # the first leaves compiled code behind, which must not hide a bug from the others
-            planted = {carried.VARIABLE: str(carried.number_of(bug))} if bug else {}
-            environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": path, **planted}
-            said[bug] = subprocess.check_output([sys.executable, "-c", "import answer; print(answer.VALUE)"], env=environment)
-        self.assertEqual(said, {None: b"1\n", "A": b"2\n", "B": b"1\n"})
 
     def test_each_bug_meets_a_clean_tree(self):
         code, rows, output = self.run_faults([patch("A", "4"), NO_CHANGE, patch("B", "4")])
