@@ -65,3 +65,6 @@ shardproof_test(NAME parallel_props LABEL parallel TORCH CASES 200 SOURCES
   parallel/tensor/overlap_pieces_props.cpp parallel/tensor/parallel_models_props.cpp optim/parallel_muon_props.cpp
   kit/parallel_models.cpp
   kit/toy_modules.cpp)
+# A device that is late counts what the host waits for, and bytes.
+shardproof_test(NAME cross_entropy_props LABEL parallel TORCH CASES 500 LIBRARIES fake_device harness SOURCES
+  parallel/tensor/cross_entropy_props.cpp kit/toy_modules.cpp)

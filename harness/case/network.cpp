@@ -9,7 +9,7 @@
 #include "shardproof/nn/canonical/canonical.h"
 #include "shardproof/nn/gradient_place.h"
 #include "shardproof/nn/meta_init.h"
-#include "shardproof/parallel/tensor/parallel_layers.h"
+#include "shardproof/parallel/tensor/cross_entropy.h"
 
 namespace harness {
 namespace {

@@ -41,6 +41,7 @@
 #include "shardproof/parallel/context/context_parallel.h"
 #include "shardproof/parallel/experts/experts.h"
 #include "shardproof/parallel/experts/router.h"
+#include "shardproof/parallel/tensor/cross_entropy.h"
 #include "shardproof/parallel/tensor/parallel_layers.h"
 #include "shardproof/parallel/tensor/tensor_parallel.h"
 #include "shardproof/sharding/fully_shard.h"

@@ -1,8 +1,7 @@
 // The computations of tensor parallelism on weights that are cut already, for modules of your own; `parallelize` puts the same
 // computations around plain modules. Every rank of the group must call them, and run their backward, in the same order. The
 // graph keeps the group alive. In a group of one rank they have the bits of the plain operation. The semantics are those of
-// Megatron-LM's layers.py and cross_entropy.py in core/tensor_parallel (Shoeybi et al. 2019; for sequence parallelism
-// Korthikanti et al. 2022).
+// Megatron-LM's layers.py in core/tensor_parallel (Shoeybi et al. 2019; for sequence parallelism Korthikanti et al. 2022).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,19 +32,5 @@ at::Tensor row_parallel_linear(const at::Tensor& x, const at::Tensor& weight, co
 // the whole vocabulary gets no gradient.
 at::Tensor vocab_parallel_embedding(const at::Tensor& tokens, const at::Tensor& weight, int64_t first_row, Comm& group,
                                     std::optional<int64_t> sequence_dim = {}, int64_t padding_index = -1);
-
-struct CrossEntropyOptions {
-  bool mean = true;  // the mean over the targets that are not ignored; else their sum
-  double label_smoothing = 0;
-  int64_t ignore_index = -100;
-  int64_t vocab = 0;  // entries from this one on are padding and have no probability; 0: no entry is padding
-};
-
-// Cross entropy of logits [.., own entries] and targets [..], which number the whole vocabulary. The vocabulary of `entries`
-// entries is cut evenly over the group. The result is what at::cross_entropy_loss gives on the gathered logits, but the logits
-// are never gathered. Label smoothing spreads over the whole vocabulary without its padding. The result and its gradient are
-// the same on every rank. Throws Error when a target lies outside the vocabulary.
-at::Tensor vocab_parallel_cross_entropy(const at::Tensor& logits, const at::Tensor& targets, int64_t entries, Comm& group,
-                                        const CrossEntropyOptions& options = {});
 
 }  // namespace shardproof
