@@ -331,6 +331,20 @@ def update_together(
     steps: list[torch.Tensor],
     kernel: collections.abc.Callable,
 ) -> None: ...
+def fused_linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    mean: bool,
+    label_smoothing: float,
+    ignore_index: int,
+    vocab: int,
+    logits_bytes_max: int,
+    comms: MeshComm | None,
+    axis: str,
+    entries: int,
+) -> torch.Tensor: ...
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor,
     targets: torch.Tensor,

@@ -50,6 +50,7 @@ _HOMES = {
         "TensorParallel",
         "VocabParallel",
         "WholeSequence",
+        "fused_linear_cross_entropy",
         "parallelize",
         "vocab_parallel_cross_entropy",
     ),

@@ -44,6 +44,7 @@ from .parallel import (
     SequenceParallel as SequenceParallel,
     TensorParallel as TensorParallel,
     VocabParallel as VocabParallel,
+    fused_linear_cross_entropy as fused_linear_cross_entropy,
     parallelize as parallelize,
     vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
 )

@@ -7,6 +7,7 @@ from typing import Any, Optional, Union
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from . import _C
 from .experts import called_with
@@ -294,8 +295,75 @@ def vocab_parallel_cross_entropy(
     vocab : int
         Entries from here on are padding. 0: none is.
     """
+    return _C.vocab_parallel_cross_entropy(
+        logits, targets, entries, comms, axis, _is_mean(reduction), label_smoothing, ignore_index, vocab
+    )
+
+
+def fused_linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: Optional[torch.Tensor] = None,
+    *,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    vocab: int = 0,
+    logits_bytes_max: int = 128 << 20,
+    comms: Optional[_C.MeshComm] = None,
+    axis: str = "tp",
+    entries: int = 0,
+) -> torch.Tensor:
+    """Cross entropy of the logits of a linear layer, which are made for some tokens at a time and never exist as a whole.
+
+    The forward makes the gradients as well, unless under `torch.no_grad`. The result can be differentiated once.
+
+    Parameters
+    ----------
+    hidden : Tensor
+        [.., in].
+    weight, bias : Tensor
+        [entries, in] and [entries], as those of an nn.Linear, in the dtype of hidden or under autocast. Where they are
+        parameters of a sharded model, call this in the forward of their module.
+    targets : Tensor
+        [..], int64. One outside of the vocabulary raises Error, or makes the loss NaN on a GPU.
+    reduction : {"mean", "sum"}
+        As in torch.nn.functional.cross_entropy.
+    label_smoothing, ignore_index
+        As there.
+    vocab : int
+        Entries from here on are padding. 0: none is.
+    logits_bytes_max : int
+        How many bytes logits and their gradient may take at a time. Those of one token always may.
+    comms : MeshComm, optional
+        Where weight and bias are this rank's part of ``entries`` entries, cut evenly along ``axis``: the mesh. hidden is
+        whole there, and every rank calls this with the same ``logits_bytes_max``.
+
+    Returns
+    -------
+    Tensor
+        Of no dims, in float32, or in float64 where the inputs are.
+
+    Examples
+    --------
+    >>> class Head(nn.Linear):
+    ...     def forward(self, hidden, targets):
+    ...         return shardproof.fused_linear_cross_entropy(hidden, self.weight, targets, self.bias)
+    """
+    for name, given in (("hidden", hidden), ("weight", weight), ("targets", targets), ("bias", bias)):
+        if isinstance(given, DTensor):
+            raise _C.Error(
+                f"[fused_linear_cross_entropy] {name} is a DTensor, and must be a plain tensor. A parameter of a sharded model "
+                "is one in the forward of its module: call this there"
+            )
+    means = _is_mean(reduction)
+    return _C.fused_linear_cross_entropy(
+        hidden, weight, bias, targets, means, label_smoothing, ignore_index, vocab, logits_bytes_max, comms, axis, entries
+    )
+
+
+def _is_mean(reduction: str) -> bool:
     if reduction not in ("mean", "sum"):
         raise _C.Error(f"[cross_entropy] reduction must be 'mean' or 'sum', got {reduction!r}")
-    return _C.vocab_parallel_cross_entropy(
-        logits, targets, entries, comms, axis, reduction == "mean", label_smoothing, ignore_index, vocab
-    )
+    return reduction == "mean"

@@ -4,7 +4,7 @@
 #include "shardproof/base/check.h"
 #include "shardproof/hooks/unit.h"
 #include "shardproof/parallel/experts/experts.h"
-#include "shardproof/parallel/tensor/parallel_layers.h"
+#include "shardproof/parallel/tensor/cross_entropy.h"
 #include "shardproof/parallel/tensor/tensor_parallel.h"
 
 namespace shardproof::python {
@@ -104,6 +104,18 @@ at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets, in
       {.mean = mean, .label_smoothing = label_smoothing, .ignore_index = ignore_index, .vocab = vocab});
 }
 
+at::Tensor fused_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                               const at::Tensor& targets, bool mean, double label_smoothing, int64_t ignore_index,
+                               int64_t vocab, int64_t logits_bytes_max, MeshComm* comms, const std::string& axis,
+                               int64_t entries) {
+  std::optional<VocabSplit> split;
+  if (comms) split = VocabSplit{.entries = entries, .group = &comms->along({axis})};
+  return fused_linear_cross_entropy(
+      hidden, weight, bias.value_or(at::Tensor()), targets,
+      {.mean = mean, .label_smoothing = label_smoothing, .ignore_index = ignore_index, .vocab = vocab}, logits_bytes_max,
+      split);
+}
+
 }  // namespace
 
 void bind_parallel(py::module_& module) {
@@ -133,6 +145,9 @@ void bind_parallel(py::module_& module) {
   module.def("vocab_parallel_cross_entropy", &cross_entropy, py::arg("logits"), py::arg("targets"), py::arg("entries"),
              py::arg("comms"), py::arg("axis"), py::arg("mean"), py::arg("label_smoothing"), py::arg("ignore_index"),
              py::arg("vocab"), Unlocked());
+  module.def("fused_linear_cross_entropy", &fused_cross_entropy, py::arg("hidden"), py::arg("weight"), py::arg("bias"),
+             py::arg("targets"), py::arg("mean"), py::arg("label_smoothing"), py::arg("ignore_index"), py::arg("vocab"),
+             py::arg("logits_bytes_max"), py::arg("comms"), py::arg("axis"), py::arg("entries"), Unlocked());
 }
 
 }  // namespace shardproof::python
