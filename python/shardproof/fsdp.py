@@ -390,14 +390,13 @@ def _sharded_around(module: nn.Module) -> Optional[Sharded]:
     return own if own is not None else _around.get(module, lambda: None)()
 
 
+@torch.inference_mode(False)  # what is made in the first forward is for later ones, too
 def shard_now(root: nn.Module) -> Sharded:
     """Make the engine around the model that was noted down, with `root` as its root. Collective."""
     noted = [(module, _noted[module]) for module in root.modules() if module in _noted]
     requests = {id(module): request for module, request in noted}
     if id(root) not in requests:
-        raise _C.Error(
-            f"[fsdp] this {type(root).__name__} is not sharded any more, since remove() has undone it. Make the model again"
-        )
+        raise _C.Error(f"[fsdp] this {type(root).__name__} is not sharded any more, by remove(). Make the model again")
     own = requests[id(root)].options
     if len(requests[id(root)].modules) > 1:
         raise _C.Error("[fsdp] the outermost module is one of a list. Call fully_shard of the module around them as well")

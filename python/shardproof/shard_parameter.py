@@ -131,9 +131,30 @@ class Parameter:
         for tensor in (self.shard, self.whole):
             vars(tensor).update(self.attributes)
         given._shardproof_shard = self.shard  # for who has the parameter already, such as an optimizer
+        self.given: Optional[torch.Tensor] = given
+        self.name = name
         self.is_assigned = False
         self.view: Optional[torch.Tensor] = None  # of the engine's main parameter
         self.sharded: Callable = lambda: None  # the model's Sharded, once there is one
+
+    def retire_given(self) -> None:
+        """The shard has its hooks from now on, and a backward through the parameter that was given is an error."""
+        given, self.given = self.given, None
+        if given is None or not given.requires_grad:
+            return
+        name = self.name
+
+        def refuse(gradient: torch.Tensor) -> None:
+            raise _C.Error(
+                f"[fsdp] a backward reached parameter {name} as it was before fully_shard, which is trained no more. Whatever "
+                "keeps parameters besides their module, such as a list or a penalty of weights, has to take them from the "
+                "module after fully_shard"
+            )
+
+        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            setattr(self.shard, hooks, getattr(given, hooks))
+            setattr(given, hooks, None)
+        given.register_hook(refuse)
 
     def new_whole(self, dtype: torch.dtype, requires_grad: bool) -> nn.Parameter:
         """A whole parameter, without memory yet."""
@@ -147,6 +168,8 @@ class Parameter:
     def take(self, shard: nn.Parameter) -> None:
         """Another DTensor is the shard from now on. Optimizers that have the old one get it at their next step."""
         vars(shard).pop("_shardproof_shard", None)  # of one that was the shard before
+        if self.local is self.view:  # which gets other values, and the old shard may come back, as after functional_call
+            self.shard._local_tensor = self.local.clone()
         self.shard._shardproof_shard = shard
         self.shard, self.is_assigned = shard, True
         self.mark()
@@ -192,6 +215,21 @@ class Parameter:
         if first < last:
             held = self.local.reshape(-1, own[1] - own[0])[begin // row :][: lines.shape[0]]
             lines[:, first - begin % row : last - begin % row] = held[:, first - own[0] : last - own[0]]
+
+    def through_hooks(self, flat: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+        """What the hooks of the parameter (``register_hook``) make of what a backward has made."""
+        if not self.shard._backward_hooks:
+            return flat
+        gradient = DTensor(self.as_local(flat), self.shard._spec, requires_grad=False)
+        for hook in list(self.shard._backward_hooks.values()):
+            changed = hook(gradient)
+            if changed is not None and not isinstance(changed, DTensor):
+                raise _C.Error(
+                    f"[fsdp] a hook of parameter {self.name} got its gradient, a DTensor, and returned a "
+                    f"{type(changed).__name__}. Return a DTensor, or None"
+                )
+            gradient = gradient if changed is None else changed
+        return gradient.redistribute(placements=self.shard.placements)._local_tensor
 
     def add_gradient(self, flat: Optional[torch.Tensor]) -> None:
         """Give it what a backward has made."""

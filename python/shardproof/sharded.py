@@ -48,9 +48,10 @@ class Sharded:
         self._native = native
         self._stepped: "Optional[tuple]" = None  # the optimizer of torch.optim that made the last step, and the steps since
         self._ignored = {id(parameter) for parameter in plain}
-        for parameter in module.parameters():
+        for name, parameter in module.named_parameters():
             if id(parameter) not in self._ignored:
                 parameter._shardproof_owner = weakref.ref(self)
+                parameter.register_post_accumulate_grad_hook = functools.partial(refuse_hook, name)
         names = {id(each): name for name, each in module.named_modules()}
         # A module within a recomputed one is not recomputed by itself.
         recomputed = [each for each in inner if _C.UnitCall(mirror, each).is_unit]
@@ -388,7 +389,8 @@ class Sharded:
         named = self.module.named_parameters(remove_duplicate=False)
         names = [name for name, parameter in named if owner_of(parameter) is self]  # others were assigned since
         for name in names:
-            self.module.get_parameter(name).__dict__.pop("_shardproof_owner", None)
+            for key in ("_shardproof_owner", "register_post_accumulate_grad_hook"):
+                self.module.get_parameter(name).__dict__.pop(key, None)
         return names
 
 
@@ -401,6 +403,15 @@ def owner_of(parameter: torch.Tensor) -> Optional[Sharded]:
     """The Sharded that a parameter is spread by, None of a plain one."""
     reference = getattr(parameter, "_shardproof_owner", None)
     return reference() if reference is not None else None
+
+
+def refuse_hook(name: str, hook: Any = None) -> None:
+    """Refuse what would take the place of the library's own hook, of which a tensor has one."""
+    raise _C.Error(
+        f"[fully_shard] register_post_accumulate_grad_hook of parameter {name} would take its gradient from the library. Sums "
+        "over ranks are there after the last backward. Use register_step_pre_hook of the optimizer, or register_hook of the "
+        "parameter, which gets the gradient of this rank"
+    )
 
 
 def _refuse_whole_parameters(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from . import _C
 from .ranks import comm_of, mesh_comm, usable_device
-from .sharded import Sharded, owner_of, sharded_of
+from .sharded import Sharded, owner_of, refuse_hook, sharded_of
 from .torch_private import KEEPS_GRADIENT_DTYPES
 from .units import Precision, Unit, as_list, select_units
 
@@ -168,6 +168,8 @@ def fully_shard(
                 f"[fully_shard] parameter {name} belongs to another sharded model already. Call remove() of that one's Sharded "
                 "first, or give the models modules of their own"
             )
+        if value._post_accumulate_grad_hooks and not any(value is each for each in plain):
+            refuse_hook(name)
     where = device_of(module, plain, device)
     _give_memory_to_buffers(module, where)
     options.update(

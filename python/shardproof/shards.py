@@ -49,6 +49,8 @@ class Places:
                 parameter = known or Parameter(given, f"{name}.{key}" if name else key, cut, dim_of(given))
                 self.entries.append((part._parameters, key, parameter))
         self._put(whole=False)
+        for _, _, parameter in self.entries:
+            parameter.retire_given()
 
     def _put(self, whole: bool, plainly: bool = False, has_memory: bool = True) -> None:
         """`plainly`: what the engine computes with, not what modules do. Without memory what has had none yet stays a shard."""
@@ -114,6 +116,12 @@ class Places:
             if shard_of(now) is parameter.shard and id(parameter.shard) in present:  # a place of a tied one
                 items[key] = parameter.shard
                 continue
+            other = vars(now).get("_shardproof_parameter", parameter)
+            if not isinstance(now, nn.Parameter) or other.sharded() not in (None, parameter.sharded()):
+                raise _C.Error(
+                    f"[fsdp] parameter {parameter.name} was lent a DTensor, as by functional_call, or the shard of another "
+                    "model. Lend whole values, as full_tensor() gives them, and assign values by copy_ or load_state_dict"
+                )
             if now.shape != parameter.shard.shape or now.placements != parameter.shard.placements:
                 raise _C.Error(
                     f"[fsdp] parameter {key} was replaced by a DTensor of shape {tuple(now.shape)} and placements "
@@ -213,6 +221,11 @@ class Shards:
         if id(module) in self.places:
             yield self.places[id(module)]
 
+    def adopt(self) -> None:
+        """Take DTensors that were assigned in the place of shards."""
+        for places in self.places.values():
+            self.follows &= not places.adopt()
+
     @torch.no_grad()
     def lag(self) -> bool:
         """Whether the model has to be brought to what was written to shards since, or may have been."""
@@ -220,8 +233,7 @@ class Shards:
         if self.event is not None:
             self.event.wait()
             self.event = None
-        for places in self.places.values():
-            self.follows &= not places.adopt()
+        self.adopt()
         for parameter in self.every:
             parameter.mark()
             if parameter.local is not parameter.view:  # a cast or a move of the module
@@ -257,8 +269,9 @@ class Shards:
             self._end_forward()
         self.awaits_weights = not used and (self.awaits_weights or kept_graph)
         with torch.no_grad():
-            for name in used:
-                self.by_name[name].add_gradient(local.get(name))
+            given = {name: self.by_name[name].through_hooks(local.get(name)) for name in used}
+            for name, gradient in given.items():
+                self.by_name[name].add_gradient(gradient)
             for name in used:  # once all are there, since a hook may raise
                 self.by_name[name].tell_hooks()
 
@@ -376,6 +389,10 @@ def shards_of(optimizer: torch.optim.Optimizer) -> "list[Any]":
 
 
 def _take_shards(optimizer: torch.optim.Optimizer, params: "list[torch.Tensor]") -> None:
+    replaced = [parameter for parameter in params if "_shardproof_shard" in vars(parameter)]
+    known = {each.sharded for each in _C.attributes_of(replaced, "_shardproof_parameter")}
+    for sharded in filter(None, (reference() for reference in known)):
+        sharded.shards.adopt()  # what a functional_call has lent may have been given back since
     for i, parameter in enumerate(params):
         if "_shardproof_shard" in vars(parameter):
             shard = shard_of(parameter)
