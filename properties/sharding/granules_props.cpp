@@ -1,4 +1,4 @@
-// Parameters that are cut between blocks of elements (ShardOptions::granule): no cut falls within one, and all else is as before.
+// Parameters that are cut between blocks of elements (ShardOptions::granule): no cut falls within one, all else is as before.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
@@ -204,6 +204,21 @@ TEST(Granules, what_a_parameter_does_not_exceed_keeps_it_whole_as_muon_needs_it)
     Optimizer optimizer = muon(sharded, {}, {});
     call(model, toy::data({2, 7}, 1)).square().sum().backward();
     optimizer.step();
+  });
+}
+
+TEST(Granules, a_cut_falls_between_rows_of_all_parts_that_tensor_parallelism_leaves) {
+  on_mesh(Mesh({{"dp_shard", 2}, {"tp", 2}}), [](std::shared_ptr<MeshComm> comms) {
+    torch::nn::Linear linear(torch::nn::LinearOptions(7, 100).bias(false));  // rows of 4 and of 3
+    const TensorParallel parallel = parallelize(linear.ptr(), comms, {.styles = {{"", RowParallel{}}}});
+    const auto row = [](const Shape& part) { return part[1]; };
+    const Sharded sharded = fully_shard(linear.ptr(), comms,
+                                        {.alignment_bytes = 64, .granule_of = [&](const std::string&, const at::Tensor& part) {
+                                           return row(part.sizes().vec());
+                                         }});
+    const ParameterPlacement placed = sharded.placements().at("weight");
+    kit::expect_between_granules("weight", placed.shape, placed.state, row);
+    EXPECT_FALSE(sharded.main_parameters().empty()) << "a rank along dp_shard has nothing";
   });
 }
 

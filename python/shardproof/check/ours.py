@@ -40,11 +40,13 @@ OPTIONS: dict[str, tuple] = {
     "reshard": (True, False),
     "granularity": ("element", "tensor", "row"),
     "shard_dim": (0, 1),  # along which granularity row cuts
+    "granule": (1, 5, 32),  # of granularity element
     "compute": (None, torch.bfloat16, torch.float16),
     "scale": (0, 4, 1024, 1000000000),  # the loss scale at first
     "resume": ("fresh", "used"),  # what is loaded into has trained something else
     "inputs": ("plain", "grad"),  # floating tensors of a batch want gradients, too
 }
+NUMBERS = ("scale", "prefetch", "shard_dim", "granule")
 MODES = ("ordered", "canonical", "fast")
 ONLY_ORDERED = ("compute", "scale")
 CLIPS = (None, (0.1, 2.0), (0.5, 2.0), (1.0, 2.0))
@@ -192,7 +194,9 @@ def _draw_options(draw: Draw, subject: Subject, mode: str) -> dict[str, Any]:
         else:
             if name == "granularity" and options["gather"] == "side_by_side":  # which fully_shard refuses
                 values = [value for value in values if value != "row"]
-            options[name] = draw.choice(name, values, 0.25, parse=int if name in ("scale", "prefetch", "shard_dim") else None)
+            if name == "granule" and options["granularity"] != "element":  # likewise
+                values = values[:1]
+            options[name] = draw.choice(name, values, 0.25, parse=int if name in NUMBERS else None)
     return options
 
 

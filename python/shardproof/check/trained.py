@@ -61,6 +61,7 @@ def shard(case: Case, index: int, model: torch.nn.Module, comm: Any) -> Sharded:
         reshard_after_forward=options["reshard"],
         granularity=options["granularity"],
         shard_dim=options["shard_dim"],
+        granule=options["granule"],
         precision=Precision(compute=options["compute"]) if options["compute"] else None,
         numerics=case.plan.mode,
         check_gradients=not options["scale"],
