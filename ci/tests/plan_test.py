@@ -85,7 +85,7 @@ class Plan(unittest.TestCase):
             struct = header.read().split("\nstruct ShardOptions {")[1]
         with open(os.path.join(ROOT, "impl/src/sharding/named_options.cpp"), encoding="utf-8") as source:
             rows = dict(re.findall(r'Row\("(\w+)", &O::(\w+)', source.read()))
-        functions = "UnitSelector|ParameterSelector|ParameterDim"
+        functions = "UnitSelector|ParameterSelector|ParameterDim|ParameterGranule"
         members = re.findall(rf"^  (?!Strategy|{functions}|Precision|Reshard|Initializer|std::)\w+ (\w+) = ", struct,
                              re.MULTILINE)
         self.assertEqual(rows, {name: name for name in members})
