@@ -338,20 +338,17 @@ std::vector<int64_t> first_holders(const Shape& shape, const Mesh& mesh, const L
 }
 
 std::vector<Interval> first_copies(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank) {
-  if (replicas(mesh, layout, rank).front() != rank) return {};
-  const detail::Cuts cuts = detail::resolve(shape, mesh, layout);
-  const int64_t count = owned_numel(shape, mesh, layout, rank);
-  if (!cuts.has_copies()) return count == 0 ? std::vector<Interval>() : std::vector<Interval>{{0, count}};
   std::vector<Interval> first;
-  int64_t at = 0;
-  for (const detail::OwnedBox& owned : detail::owned_boxes(cuts, rank)) {
-    const Interval local{at, at + numel(owned.box)};
-    at = local.end;
+  if (replicas(mesh, layout, rank).front() != rank) return first;
+  int64_t end = 0;
+  for (const detail::OwnedBox& owned : detail::owned_boxes(detail::resolve(shape, mesh, layout), rank)) {
+    const int64_t begin = end;
+    end += numel(owned.box);
     if (!owned.first_copy) continue;
-    if (!first.empty() && first.back().end == local.begin)
-      first.back().end = local.end;
+    if (!first.empty() && first.back().end == begin)
+      first.back().end = end;
     else
-      first.push_back(local);
+      first.push_back({begin, end});
   }
   return first;
 }

@@ -9,10 +9,9 @@ ModelNames names_of_model(Sharded& sharded) {
   ModelNames names;
   names.everywhere = {state.comms->mesh(), replicated()};
   for (const Bucket* bucket : state.schedule.buckets())
-    for (const OwnPart& part : bucket->parts()) {
-      const BucketParameter& member = bucket->layout().members()[static_cast<size_t>(part.member)];
-      names.parameters[member.name] = {bucket->rules().main, member.whole, bucket->trains(part.member), part.at, {}};
-    }
+    for (const OwnPart& part : bucket->parts())
+      names.parameters[part.parameter->name] = {
+          bucket->rules().main, part.parameter->whole, bucket->trains(part.member), part.at, {}};
   for (const auto& [name, first] : state.aliases)
     if (name != first) names.parameters.at(first).other_names.push_back(name);
   ModuleBuffers plain = state.plain_tensors();

@@ -140,7 +140,7 @@ void FingerprintCheck::State::begin_update(const Sharded::Impl& impl) {
     if (!bucket.gradient.final()) continue;
     bucket.gradient.await_values();
     for (const OwnPart& part : bucket.parts()) {
-      const std::string& name = bucket.layout().members()[static_cast<size_t>(part.member)].name;
+      const std::string& name = part.parameter->name;
       const auto rate = rates.find(name);
       if (!bucket.trains(part.member) || rate == rates.end() || part.local.size() == 0) continue;
       const at::Tensor parameter = part.of(bucket.parameters.main());

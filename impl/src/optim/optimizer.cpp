@@ -34,8 +34,9 @@ Schedule::Place place_of(const Sharded::Impl& state, const std::string& paramete
 }
 
 // Refuses a member that no rank can update as a whole, on every rank alike.
-void require_whole(const BucketParameter& member, const Placement& at) {
-  const auto& [mesh, owned] = at;
+void require_whole(const OwnPart& part) {
+  const auto& [mesh, owned] = part.at;
+  const BucketParameter& member = *part.parameter;
   const Layout cut{member.own.layout.dims, {}, {}};
   for (int64_t rank = 0; rank < mesh.size(); ++rank) {
     const int64_t held = owned_numel(member.whole, mesh, owned, rank), part = owned_numel(member.whole, mesh, cut, rank);
@@ -109,8 +110,7 @@ Optimizer::Optimizer(Sharded& sharded, std::vector<ParameterGroup> groups)
     for (const BucketParameter& member : bucket->layout().members()) held.push_back({.group = group_of(groups_, member)});
     for (const OwnPart& part : bucket->parts()) {
       const auto member = static_cast<size_t>(part.member);
-      if (groups_[held[member].group].rule->needs_whole_parameters())
-        require_whole(bucket->layout().members()[member], part.at);
+      if (groups_[held[member].group].rule->needs_whole_parameters()) require_whole(part);
       if (bucket->trains(part.member)) allocate_state(held_.size() - 1, member);
     }
   }
@@ -175,7 +175,7 @@ bool Optimizer::update_bucket(size_t index) {
     if (!bucket.trains(part.member) || part.local.size() == 0) continue;
     const Held& held = held_[index][static_cast<size_t>(part.member)];
     const ParameterGroup& group = groups_[held.group];
-    const BucketParameter& member = bucket.layout().members()[static_cast<size_t>(part.member)];
+    const BucketParameter& member = *part.parameter;
     const auto of = [&](const at::Tensor& buffer) { return part_of(buffer, part.local.begin, {part.local.size()}); };
     const Update update{.name = member.name,
                         .shape = member.whole,
@@ -220,8 +220,7 @@ std::vector<Shard> Optimizer::state_shards(const std::string& state_name) const 
       const std::vector<std::string> own = groups_[held.group].rule->state_names();
       const auto found = std::find(own.begin(), own.end(), state_name) - own.begin();
       if (found == std::ssize(own) || !held.has_state) continue;
-      const BucketParameter& parameter = buckets[b]->layout().members()[static_cast<size_t>(part.member)];
-      shards.push_back({parameter.name, parameter.whole, part.at,
+      shards.push_back({part.parameter->name, part.parameter->whole, part.at,
                         held.state.empty() ? at::empty({0}, buckets[b]->rules().main) : held.state[found]});
     }
   }

@@ -18,18 +18,18 @@ Layout of_one_model(const BucketContext& context, const BucketParameter& member,
 
 std::vector<OwnPart> parts_of(const BucketContext& context) {
   const BucketLayout& layout = context.layout;
-  const std::vector<BucketParameter>& members = layout.members();
   std::vector<OwnPart> parts;
-  for (int64_t i = 0; i < std::ssize(members); ++i) parts.push_back({i, layout.placement(members[i], layout.state()), {}, {}});
+  for (const BucketParameter& member : layout.members())
+    parts.push_back({&member, std::ssize(parts), layout.placement(member, layout.state()), {}, {}});
   for (const Segment& segment : layout.state().segments) {
     OwnPart& part = parts[static_cast<size_t>(segment.member)];
-    const BucketParameter& member = members[static_cast<size_t>(segment.member)];
+    const BucketParameter& member = *part.parameter;
     SHARD_CHECK(part.local.size() == 0, "bucket", "the optimizer's part of {} lies in several pieces", member.name);
     part.local = {segment.local, segment.local + segment.size()};
     part.first_copies = first_copies(member.whole, part.at.mesh, of_one_model(context, member, part.at), layout.rank());
     for (Interval& run : part.first_copies) run = {segment.local + run.begin, segment.local + run.end};
   }
-  std::ranges::stable_sort(parts, {}, [&](const OwnPart& part) { return members[static_cast<size_t>(part.member)].offset; });
+  std::ranges::stable_sort(parts, {}, [](const OwnPart& part) { return part.parameter->offset; });
   return parts;
 }
 
@@ -42,10 +42,8 @@ const OwnPart& Bucket::part(int64_t member) const { return *std::ranges::find(pa
 
 std::vector<Shard> Bucket::shards(const at::Tensor& buffer) const {
   std::vector<Shard> shards;
-  for (const OwnPart& part : parts_) {
-    const BucketParameter& member = layout().members()[static_cast<size_t>(part.member)];
-    shards.push_back({member.name, member.whole, part.at, part.of(buffer)});
-  }
+  for (const OwnPart& part : parts_)
+    shards.push_back({part.parameter->name, part.parameter->whole, part.at, part.of(buffer)});
   return shards;
 }
 

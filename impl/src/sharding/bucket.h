@@ -12,7 +12,8 @@ namespace shardproof {
 // What the optimizer of this rank works on of one parameter. Buffers of main parameters, of final gradients and of the
 // optimizer's state are laid out alike.
 struct OwnPart {
-  int64_t member = 0;                  // in the layout's members
+  const BucketParameter* parameter;    // of the bucket's layout
+  int64_t member = 0;                  // its number there
   Placement at;                        // of the parameter in such a buffer, on all ranks
   Interval local;                      // where this rank's part begins and ends there; empty where it has none
   std::vector<Interval> first_copies;  // of it, what counts where each element of the model that is trained is to count once

@@ -34,11 +34,10 @@ std::vector<at::Tensor> visit_gradients(const std::vector<Bucket*>& buckets, con
     visited.push_back(gradient);
     for (const OwnPart& part : bucket->parts()) {
       if (!bucket->trains(part.member)) continue;
-      const BucketParameter& member = bucket->layout().members()[static_cast<size_t>(part.member)];
       for (const Interval& run : part.first_copies) {
         const auto span = [&](const auto* values) { return std::span(values + run.begin, static_cast<size_t>(run.size())); };
-        if (gradient.scalar_type() == at::kDouble) visit(member, span(gradient.const_data_ptr<double>()));
-        else visit(member, span(gradient.const_data_ptr<float>()));
+        if (gradient.scalar_type() == at::kDouble) visit(*part.parameter, span(gradient.const_data_ptr<double>()));
+        else visit(*part.parameter, span(gradient.const_data_ptr<float>()));
       }
     }
   }

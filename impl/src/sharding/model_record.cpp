@@ -123,10 +123,8 @@ void each(Visit& visit, std::vector<Item>& items) {
 ModelRecord record_of(const Sharded::Impl& sharded) {
   ModelRecord record{{}, {}, sharded.aliases, {}};
   for (const Bucket* bucket : sharded.schedule.buckets())
-    for (int64_t i = 0; i < std::ssize(bucket->layout().members()); ++i) {
-      const BucketParameter& member = bucket->layout().members()[static_cast<size_t>(i)];
-      record.parameters.push_back({member.name, member.whole, bucket->rules().main, bucket->part(i).at});
-    }
+    for (const OwnPart& part : bucket->parts())
+      record.parameters.push_back({part.parameter->name, part.parameter->whole, bucket->rules().main, part.at});
   for (const auto& [name, tensor] : sharded.plain_tensors().state)
     record.plain.push_back({name, tensor.sizes().vec(), tensor.scalar_type()});
   for (const auto& extra : extra_state_of(*sharded.module)) record.extra.emplace_back(extra);

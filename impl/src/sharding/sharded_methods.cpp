@@ -177,14 +177,12 @@ std::map<std::string, ParameterPlacement> Sharded::placements() const {
   std::map<std::string, ParameterPlacement> placements;
   for (const Bucket* bucket : impl_->schedule.buckets()) {
     const BucketLayout& layout = bucket->layout();
-    for (const OwnPart& part : bucket->parts()) {
-      const BucketParameter& member = layout.members()[static_cast<size_t>(part.member)];
-      placements[member.name] = {.shape = member.whole,
-                                 .compute = bucket->rules().compute,
-                                 .main = bucket->rules().main,
-                                 .parameter = layout.placement(member, layout.parameter()),
-                                 .state = part.at};
-    }
+    for (const OwnPart& part : bucket->parts())
+      placements[part.parameter->name] = {.shape = part.parameter->whole,
+                                          .compute = bucket->rules().compute,
+                                          .main = bucket->rules().main,
+                                          .parameter = layout.placement(*part.parameter, layout.parameter()),
+                                          .state = part.at};
   }
   return placements;
 }

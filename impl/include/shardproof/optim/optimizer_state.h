@@ -47,7 +47,8 @@ class OptimizerState {
   // The names of all state tensors, each once.
   virtual std::vector<std::string> state_names() const = 0;
   // One shard of each parameter that has this state, whether this rank holds a part or not. They lie as main parameters do, or
-  // whole on every rank where the parameter is not sharded. Whoever keeps an address and not the tensor loses it at a load.
+  // whole on every rank where the parameter is not sharded; a save throws Error where they do not. Whoever keeps an address and
+  // not the tensor loses it at a load.
   virtual std::vector<Shard> state_shards(const std::string& state_name) const = 0;
   virtual std::vector<Scalar> scalars() const = 0;
   // How often a parameter has been updated so far; below 0: unknown.
