@@ -28,7 +28,7 @@ from .sharded import Sharded, sharded_of
 from .sharding import as_precision, fully_shard as _fully_shard
 from .shard_parameter import comms_of, cut_of
 from .shards import Places, Shards, dims_of
-from .torch_private import uncompiled
+from .torch_private import outside_transforms, uncompiled
 from .units import Unit
 from .updates import SGD, Adam, AdamW  # noqa: F401, which users import from here
 
@@ -390,6 +390,7 @@ def _sharded_around(module: nn.Module) -> Optional[Sharded]:
     return own if own is not None else _around.get(module, lambda: None)()
 
 
+@outside_transforms()
 @torch.inference_mode(False)  # what is made in the first forward is for later ones, too
 def shard_now(root: nn.Module) -> Sharded:
     """Make the engine around the model that was noted down, with `root` as its root. Collective."""

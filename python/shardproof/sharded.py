@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import _C
 from .module_state import with_tensors
-from .torch_private import uncompiled
+from .torch_private import outside_transforms, uncompiled
 from .units import UnitHooks
 
 Piece = _C.Piece
@@ -98,7 +98,8 @@ class Sharded:
 
     @uncompiled
     def _begin_forward(self, *_: Any) -> None:
-        self._publish()
+        with outside_transforms():
+            self._publish()
         if self.shards is not None:
             self.shards.open_forwards += torch.is_grad_enabled()
 

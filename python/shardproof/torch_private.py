@@ -5,9 +5,10 @@ It needs PyTorch alone, as `shardproof.check` does.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import torch
 
@@ -53,6 +54,29 @@ def check_graph_capture(optimizer: torch.optim.Optimizer) -> None:
     """Refuses what cannot be captured into a graph of a device, where one is being captured."""
     name = "_accelerator_graph_capture_health_check"  # newer torch's
     (getattr(optimizer, name, None) or optimizer._cuda_graph_capture_health_check)()
+
+
+@contextlib.contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Outside of what torch.func transforms, where process groups get tensors without memory."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        yield
+        return
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        yield
+
+
+def beneath_transforms(tensor: torch.Tensor) -> "list[torch.Tensor]":
+    """What torch.func's transforms have wrapped, whose graphs a backward() outside of them goes through: value and tangent."""
+    if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return []
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    with outside_transforms():
+        value, tangent = torch._VF._unpack_dual(tensor, 0)
+    return [value] if tangent is None else [value, tangent]
 
 
 def uncompiled(function: Callable) -> Callable:

@@ -13,7 +13,7 @@ from torch.utils import _pytree
 
 from . import _C
 from .recompute import Again
-from .torch_private import uncompiled
+from .torch_private import beneath_transforms, outside_transforms, uncompiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,9 +313,10 @@ class UnitHooks:
 
     @uncompiled
     def enter(self, module, args, kwargs):
-        if self.publish is not None:
-            self.publish()
-        self.call.before()
+        with outside_transforms():
+            if self.publish is not None:
+                self.publish()
+            self.call.before()
         if self.places is not None:
             self.places.enter()
         casts = _Casts(self.call)
@@ -332,6 +333,8 @@ class UnitHooks:
             found = True
             if freed and torch._C._has_storage(tensor) and tensor.untyped_storage()._cdata in freed:
                 tensor = tensor.clone()  # a view of a parameter
+            for each in beneath_transforms(tensor):
+                call.output(each)
             return call.output(tensor)
 
         given, result = result, map_tensors(result, watch)

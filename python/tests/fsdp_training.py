@@ -171,6 +171,21 @@ def gradients_of_inputs_before_those_of_weights(lib):
     return of_inputs, gradients(model)
 
 
+def derivatives_along_a_direction(lib):
+    """As of losses with a derivative by time; pytorch#182641."""
+    model, (x, y) = sharded(lib), given(0)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    with torch.no_grad():
+        first = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+    for step in range(2):
+        optimizer.zero_grad()
+        value, derivative = torch.func.jvp(model, (given(step)[0],), (y.expand_as(x),))
+        losses.append((value - y).square().mean() + derivative.square().mean())
+        losses[-1].backward()
+        optimizer.step()
+    return first, torch.stack(losses).detach(), values(model)
+
+
 def a_pipeline_without_bubbles(lib):
     """Two stages on each rank. FSDP2 makes gradients of weights later, of parameters that stay whole; here all come first."""
     from torch.distributed.device_mesh import init_device_mesh

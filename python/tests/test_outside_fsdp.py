@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardproof
 from fsdp_on_threads import HALF, shard, whole
@@ -257,6 +258,38 @@ def test_layers_that_are_thawed_and_frozen_after_an_evaluation_where_parameters_
     the_same(program, reshard_after_forward=False)
 
 
+class Recomputed(Stack):
+    reentrant, times = False, 1
+
+    def __init__(self):
+        super().__init__(Block(6), Block(6))
+
+    def use(self, block, x):
+        around = lambda x: torch.tanh(block(x))  # noqa: E731
+        for _ in range(self.times):
+            x = x + checkpoint(around, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("reentrant, times", [(False, 1), (False, 2), (True, 1), (True, 2)])
+def test_recomputed_parts_around_units_train_as_without_ranks_or_say_that_they_cannot(reentrant, times):
+    """pytorch#187437, pytorch#153354, pytorch#89781, fairscale#777: a unit of a recomputed part runs twice in one backward.
+
+    Each reentrant one ends a backward of its own, so two of one unit are refused.
+    """
+
+    def program(model, wrap, loss):
+        model = wrap(model)
+        model.reentrant, model.times = reentrant, times
+        return [train(model, loss)]
+
+    if not reentrant or times == 1:
+        the_same(program, Recomputed)
+        return
+    with pytest.raises(RuntimeError, match="got a (second )?gradient"):
+        the_same(program, Recomputed)
+
+
 class Besides(nn.Linear):
     def forward(self, x, beside):
         return super().forward(x)
@@ -297,6 +330,51 @@ def test_units_that_do_nothing_for_the_result_are_left_alone(make):
         return [values(model)]
 
     the_same(program, make)
+
+
+class Spare(Net):
+    uses = False
+
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Linear(5, 1)
+
+    def forward(self, x):
+        return super().forward(x) + self.spare(x) if self.uses else super().forward(x)
+
+
+@pytest.mark.parametrize("make_again", [lambda p: p, lambda p: p[::-1], lambda p: [{"params": p}, {"params": [], "lr": 0.7}]])
+def test_a_resume_has_the_state_of_what_is_frozen_or_never_had_a_gradient(tmp_path, make_again):
+    """pytorch#192202, pytorch#143828, verl#7283, pytorch#1489: state was lost, or went to other parameters."""
+    base = Spare()
+
+    def trained(model, make, loss, resume):
+        optimizer = make(list(model.parameters()))
+        train(model, loss, 2, optimizer)
+        model.blocks[0].requires_grad_(False)
+        train(model, loss, 1, optimizer)
+        model, optimizer = resume(model, optimizer)
+        model.blocks[0].requires_grad_(True)
+        model.uses = True
+        return train(model, loss, 2, optimizer)
+
+    def body(comm):
+        def resume(model, optimizer):
+            shardproof.save(tmp_path / "saved", model, optimizer)
+            again = shard(comm, copy.deepcopy(base))
+            other = torch.optim.AdamW(make_again(list(again.parameters())), lr=0.5)
+            shardproof.load(tmp_path / "saved", again, other)
+            return again, other
+
+        own = lambda model, step: loss_of(model, batch(WORLD * step + comm.rank))  # noqa: E731
+        return trained(shard(comm, copy.deepcopy(base)), lambda p: torch.optim.AdamW(make_again(p), lr=0.01), own, resume)
+
+    def of_all(model, step):
+        return sum(loss_of(model, batch(WORLD * step + rank)) for rank in range(WORLD)) / WORLD
+
+    expected = trained(copy.deepcopy(base), lambda p: torch.optim.AdamW(p, lr=0.01), of_all, lambda *both: both)
+    for got in shardproof.run_threads(WORLD, body):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
 class Both(nn.Module):
