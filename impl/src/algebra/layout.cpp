@@ -338,10 +338,13 @@ std::vector<int64_t> first_holders(const Shape& shape, const Mesh& mesh, const L
 }
 
 std::vector<Interval> first_copies(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank) {
+  mesh.coordinates(rank);
+  const detail::Cuts cuts = detail::resolve(shape, mesh, layout);
   std::vector<Interval> first;
-  if (replicas(mesh, layout, rank).front() != rank) return first;
+  for (size_t axis = 0; axis < cuts.uses.size(); ++axis)
+    if (cuts.uses[axis] == detail::Use::replicated && cuts.coordinate(rank, static_cast<int64_t>(axis)) > 0) return first;
   int64_t end = 0;
-  for (const detail::OwnedBox& owned : detail::owned_boxes(detail::resolve(shape, mesh, layout), rank)) {
+  for (const detail::OwnedBox& owned : detail::owned_boxes(cuts, rank)) {
     const int64_t begin = end;
     end += numel(owned.box);
     if (!owned.first_copy) continue;
