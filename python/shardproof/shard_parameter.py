@@ -112,6 +112,11 @@ class Parameter:
             )
         if given.dim() == 0:
             raise _C.Error(f"[fsdp] parameter {name} is a scalar, which has no dim to cut. Give it the shape (1,)")
+        if getattr(given, "grad_dtype", None) not in (None, given.dtype):
+            raise _C.Error(
+                f"[fsdp] parameter {name} is in {given.dtype}, and its grad_dtype is {given.grad_dtype}. Gradients have the "
+                f"dtype of their shards, so make it {given.grad_dtype}, and compute in {given.dtype} by mp_policy"
+            )
         if not 0 <= dim < given.dim():
             raise _C.Error(f"[fsdp] parameter {name} has {given.dim()} dims, and shard_placement_fn says dim {dim}")
         self.parallel = _parallel_of(given, name, cut)

@@ -199,6 +199,19 @@ def test_a_penalty_of_parameters_from_before_wrapping_is_an_error_and_one_from_a
     shardproof.run_threads(WORLD, body)
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has none")
+def test_gradients_that_are_to_have_another_dtype_than_their_parameter_are_refused():
+    """pytorch#170648: they came in the dtype of the parameter, with its digits."""
+
+    def body(comm):
+        model = Net().bfloat16()
+        model.inp.weight.grad_dtype = torch.float32
+        with pytest.raises(shardproof.Error, match="inp.weight is in torch.bfloat16, and its grad_dtype is torch.float32"):
+            shard(comm, model)
+
+    shardproof.run_threads(WORLD, body)
+
+
 class Views(Block):
     def __init__(self):
         super().__init__(6)
