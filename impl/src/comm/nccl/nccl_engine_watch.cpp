@@ -36,7 +36,8 @@ void Engine::run_watch() {
     }
     if (ended_) {
       const std::lock_guard nccl(mutex_);
-      abort_lanes();
+      // The next body may have begun meanwhile, and its lanes are others.
+      if (ended_) abort_lanes();
     }
     lock.lock();
     wake_.wait_for(lock, beat_of(options_.timeout_seconds), [this] { return stop_; });

@@ -50,8 +50,7 @@ void Runner::run(const Body& body, int64_t ranks) {
   begin();
   const std::exception_ptr thrown = thrown_by([&] {
     const std::shared_ptr<Comm> comm = enter(ranks);
-    if (!comm) return;
-    body(comm);
+    if (comm) body(comm);
     leave();
     require_all_waited(part(), calls().open());
     require_nothing_left();
