@@ -357,6 +357,11 @@ def fused_linear_cross_entropy(
                 f"[fused_linear_cross_entropy] {name} is a DTensor, and must be a plain tensor. A parameter of a sharded model "
                 "is one in the forward of its module: call this there"
             )
+    if comms is None and entries:
+        raise _C.Error(
+            f"[fused_linear_cross_entropy] entries={entries} without comms: they say how a vocabulary is cut over ranks. Give "
+            "both, or neither where weight has all entries"
+        )
     means = _is_mean(reduction)
     return _C.fused_linear_cross_entropy(
         hidden, weight, bias, targets, means, label_smoothing, ignore_index, vocab, logits_bytes_max, comms, axis, entries

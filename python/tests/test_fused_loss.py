@@ -130,6 +130,8 @@ def test_what_is_asked_and_not_there_is_refused():
     (hidden, weight, bias), targets = inputs_of(13, 13)
     with pytest.raises(shardproof.Error, match="reduction must be 'mean' or 'sum', got 'none'"):
         shardproof.fused_linear_cross_entropy(hidden, weight, targets, bias, reduction="none")
+    with pytest.raises(shardproof.Error, match="entries=13 without comms"):
+        shardproof.fused_linear_cross_entropy(hidden, weight, targets, bias, entries=13)
     with pytest.raises(RuntimeError, match="second gradient"):
         loss = shardproof.fused_linear_cross_entropy(hidden, weight, targets, bias)
         torch.autograd.grad(loss, hidden, create_graph=True)

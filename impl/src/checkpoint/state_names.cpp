@@ -1,6 +1,7 @@
 #include "checkpoint/state_names.h"
 
 #include "sharding/sharded_impl.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof::checkpoint {
 
@@ -23,7 +24,9 @@ ModelNames names_of_model(Sharded& sharded) {
 
 const Placement& ModelNames::state_placement(const std::string& parameter) const {
   const auto found = parameters.find(parameter);
-  return found == parameters.end() ? everywhere : found->second.at;
+  if (found != parameters.end()) return found->second.at;
+  SHARD_REQUIRE(plain.contains(parameter), "checkpoint", "the model has no parameter and no buffer of state '{}'", parameter);
+  return everywhere;
 }
 
 std::string model_key(const std::string& name) { return "model." + name; }

@@ -30,6 +30,7 @@ struct ModelNames {
   Placement everywhere;                 // whole on every rank
 
   // Where the main parameter lies, its optimizer's state and what is kept along: `everywhere` where it is not sharded.
+  // Throws Error where the model has none of that name.
   const Placement& state_placement(const std::string& parameter) const;
 };
 ModelNames names_of_model(Sharded& sharded);

@@ -38,11 +38,11 @@ struct Two {
     other.join();
   }
   // What each rank threw, in words. A rank that threw leaves its world, so that the other does not wait for it for ever.
-  Ended run(const std::function<void(Comm&)>& body) {
+  Ended run(const std::function<void(Comm&)>& body, int64_t ranks = 0) {
     Ended errors(2);
     on_both([&](size_t rank) {
       try {
-        worlds[rank]->run([&](std::shared_ptr<Comm> comm) { body(*comm); });
+        worlds[rank]->run([&](std::shared_ptr<Comm> comm) { body(*comm); }, ranks);
       } catch (const Error& error) {
         errors[rank] = error.what();
         worlds[rank].reset();
@@ -85,6 +85,17 @@ TEST(Nccl, windows_give_back_their_handles_where_a_world_is_closed_and_lose_them
     two.close();
     for (const auto& api : two.apis) EXPECT_EQ(api->handles_lost(), fails ? 1 : 0) << "each of a window";
   }
+}
+
+TEST(Nccl, a_world_is_closed_and_not_aborted_after_a_body_without_some_of_its_ranks) {
+  Two two({.buffers = NcclApi::Memory::symmetric, .timeout_seconds = 20}, {});
+  EXPECT_EQ(two.run([](Comm& comm) {
+    const c10::DataPtr lent = comm.allocate(Op::all_gather, 64, at::kCPU);
+    comm.barrier().wait();
+  }), Two::Ended(2));
+  EXPECT_EQ(two.run([](Comm& comm) { EXPECT_EQ(comm.size(), 1); }, 1), Two::Ended(2));
+  two.close();
+  for (const auto& api : two.apis) EXPECT_EQ(api->handles_lost(), 0) << "an abort loses them";
 }
 
 TEST(Nccl, what_fails_on_a_rank_that_is_connected_reaches_one_that_is_not_yet) {
